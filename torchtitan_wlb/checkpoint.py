@@ -1,0 +1,127 @@
+"""Save and resume: parameters and optimizer through torch.distributed.checkpoint, planner state as a small JSON beside them.
+
+<folder>/step-100/run_state.json     step, packing settings, planner state: global, read before any process group exists
+<folder>/step-100/*.distcp           every rank's shards, named by parameter: loadable in another layout
+<folder>/step-100/.metadata          written last: a checkpoint without it is not complete and is never loaded
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from torchtitan_wlb.logger import logger
+from torchtitan_wlb.optimizer import Optimizers
+
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def find_checkpoint(folder: Path, load_step: int = -1) -> Path | None:
+    """The checkpoint to resume from: a given step, or the newest complete one; None for a fresh run.
+
+    Raises:
+        ValueError: the given step does not exist or is not complete, naming those that are.
+    """
+    steps = sorted(
+        int(p.name.removeprefix("step-"))
+        for p in folder.glob("step-*")
+        if p.name.removeprefix("step-").isdigit()
+    )
+    complete = [s for s in steps if (folder / f"step-{s}" / ".metadata").exists()]
+    for s in set(steps) - set(complete):
+        logger.warning(f"{folder / f'step-{s}'} is not a complete checkpoint and is passed over")
+    if load_step != -1 and load_step not in complete:
+        raise ValueError(
+            f"--checkpoint.load_step {load_step}: complete checkpoints in {folder}: {', '.join(map(str, complete)) or 'none'}"
+        )
+    if not complete:
+        return None
+    return folder / f"step-{complete[-1] if load_step == -1 else load_step}"
+
+
+def read_run_state(checkpoint: Path) -> dict[str, Any]:
+    """{"step", "settings", "planner"} of a checkpoint."""
+    return json.loads((checkpoint / "run_state.json").read_text())
+
+
+class CheckpointManager:
+    """Writes and loads the checkpoints of a run. All ranks call every method.
+
+    Args:
+        folder: of the checkpoints.
+        optimizers: with their models; empty parts of other pipeline ranks are merged by name.
+        keep_latest_k: complete checkpoints kept, 0 for all.
+        asynchronous: write from a background thread; `finish` (and the next save) waits for it.
+    """
+
+    def __init__(self, folder: Path, optimizers: Optimizers, keep_latest_k: int, asynchronous: bool):
+        self.folder, self.optimizers, self.keep, self.asynchronous = (
+            folder,
+            optimizers,
+            keep_latest_k,
+            asynchronous,
+        )
+        self._pending = None
+        # The background thread's collectives must not mix with those of training.
+        self._group = dist.new_group(backend="gloo") if asynchronous else None
+
+    def _state(self) -> dict[str, Any]:
+        model: dict[str, Any] = {}
+        optimizer: dict[str, Any] = {}
+        for part, optim in zip(self.optimizers.models, self.optimizers.parts):
+            model |= get_model_state_dict(part, options=_OPTIONS)
+            optimizer |= get_optimizer_state_dict(part, optim, options=_OPTIONS)
+        return {"model": model, "optimizer": optimizer}
+
+    def save(self, step: int, run_state: dict[str, Any]) -> None:
+        """Save step-<step>; run_state is JSON and equal on all ranks."""
+        self.finish()
+        path = self.folder / f"step-{step}"
+        if dist.get_rank() == 0:
+            shutil.rmtree(path, ignore_errors=True)
+            path.mkdir(parents=True)
+            (path / "run_state.json").write_text(json.dumps(run_state))
+        dist.barrier()
+        if self.asynchronous:
+            self._pending = dcp.async_save(self._state(), checkpoint_id=str(path), process_group=self._group)
+        else:
+            dcp.save(self._state(), checkpoint_id=str(path))
+        logger.info(f"Saved {'(in the background) ' if self.asynchronous else ''}{path}")
+        self._delete_old()
+
+    def finish(self) -> None:
+        """Wait for a checkpoint that is being written; raises what went wrong with it."""
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+
+    def _delete_old(self) -> None:
+        if self.keep and dist.get_rank() == 0:
+            complete = sorted(
+                self.folder.glob("step-*/.metadata"), key=lambda p: int(p.parent.name.removeprefix("step-"))
+            )
+            for metadata in complete[: -self.keep]:
+                metadata.unlink()  # first, so that a half-deleted checkpoint never looks complete
+                shutil.rmtree(metadata.parent)
+
+    def load(self, checkpoint: Path) -> None:
+        """Load parameters and optimizer state, whatever layout saved them."""
+        state = self._state()
+        dcp.load(state, checkpoint_id=str(checkpoint))
+        for part, optim in zip(self.optimizers.models, self.optimizers.parts):
+            names = set(get_model_state_dict(part, options=_OPTIONS))
+            set_model_state_dict(
+                part, {k: v for k, v in state["model"].items() if k in names}, options=_OPTIONS
+            )
+            set_optimizer_state_dict(part, optim, state["optimizer"], options=_OPTIONS)
+        logger.info(f"Loaded {checkpoint}")

@@ -1,0 +1,137 @@
+"""From step plans to the micro-batches that this rank trains, made ahead in loader processes.
+
+Every worker plans every step (planning needs lengths only and costs little) and builds tensors of its own steps: worker w of W those
+with step % W == w. Every item carries the planner's state after its step; the training loop saves that of the last step it trained, so
+a resume may change the number of workers or the layout. torch's own DataLoader is enough for that: a stateful loader would tie
+its state to the worker count.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from torchtitan_wlb.data.documents import Documents
+from torchtitan_wlb.data.micro_batch import Layout, MicroBatch, build_micro_batch, padded_length
+from torchtitan_wlb.packing.cost_model import imbalance
+from torchtitan_wlb.packing.packers import deal
+from torchtitan_wlb.packing.planner import PackingSettings, StepPlan, StepPlanner
+
+
+@dataclass
+class StepBatch:
+    """One step of one rank.
+
+    Attributes:
+        micro_batches: the M micro-batches of this data-parallel rank, in training order.
+        n_targets: valid labels of the whole step over all ranks.
+        plan_hash: hash of the plan, equal on all ranks.
+        stats: plan statistics for the log, over all ranks.
+        cp_work: predicted seconds of the (slowest, average) context-parallel rank, summed over these micro-batches.
+        cp_sharding: {shard plan: number} of these micro-batches.
+        state: planner state after this step.
+    """
+
+    micro_batches: list[MicroBatch]
+    n_targets: int
+    plan_hash: str
+    stats: dict
+    cp_work: tuple[float, float]
+    cp_sharding: dict[str, int]
+    state: dict
+
+    def pin_memory(self) -> "StepBatch":
+        for mb in self.micro_batches:
+            mb.pin_memory()
+        return self
+
+
+class StepDataset(IterableDataset):
+    """Plans and builds the steps of one rank.
+
+    Args:
+        documents: lengths for the planner, tokens for the spans of this rank.
+        settings: what decides packing.
+        layout: what decides who trains what.
+        state: planner state to go on from, None for the first step.
+    """
+
+    def __init__(
+        self, documents: Documents, settings: PackingSettings, layout: Layout, state: dict | None = None
+    ):
+        self.documents, self.settings, self.layout, self.start_state = documents, settings, layout, state
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        info = get_worker_info()
+        worker, n_workers = (info.id, info.num_workers) if info else (0, 1)
+        planner = make_planner(self.documents, self.settings)
+        if self.start_state:
+            planner.restore(self.start_state)
+        for i, plan in enumerate(planner):
+            if i % n_workers == worker:
+                yield self._build(plan)
+
+    def _build(self, plan: StepPlan) -> StepBatch:
+        s, layout, documents = self.settings, self.layout, self.documents
+        hands = deal(plan.work, layout.dp, plan.step, sort=s.balances)
+        padded = [
+            padded_length(sum(span.length for span in mb), layout.cp, layout.tp, s.seq_len_multiple)
+            for mb in plan.micro_batches
+        ]
+        micro_batches = [
+            build_micro_batch(plan.micro_batches[b], documents, layout, s.seq_len_multiple)
+            for b in hands[layout.dp_rank]
+        ]
+        kinds: dict[str, int] = {}
+        for mb in micro_batches:
+            kinds[mb.attention.kind] = kinds.get(mb.attention.kind, 0) + 1
+        largest, mean = (sum(mb.cp_pairs[i] for mb in micro_batches) for i in (0, 1))
+        local_tokens = sum(mb.n_tokens for mb in micro_batches) / layout.cp
+        return StepBatch(
+            micro_batches=micro_batches,
+            n_targets=sum(
+                documents.n_targets(span.id, span.start, span.stop)
+                for mb in plan.micro_batches
+                for span in mb
+            ),
+            plan_hash=plan.hash(),
+            stats={
+                "tokens": plan.tokens,
+                "docs": plan.documents,
+                "attended_pairs": plan.attended_pairs,
+                "pad_fraction": 1 - plan.tokens / sum(padded),
+                "imbalance_micro_batch": plan.imbalance,
+                "imbalance_dp": imbalance([sum(plan.work[b] for b in hand) for hand in hands]),
+                "delay_mean_steps": plan.delay[0],
+                "delay_max_steps": plan.delay[1],
+                "queue_docs": plan.waiting[0],
+                "queue_tokens": plan.waiting[1],
+                "queue_age_max_steps": plan.waiting[2],
+                "plan_ms": plan.plan_seconds * 1e3,
+            },
+            cp_work=(s.cost.work(largest, local_tokens), s.cost.work(mean, local_tokens)),
+            cp_sharding=kinds,
+            state=plan.state,
+        )
+
+
+def make_planner(documents: Documents, settings: PackingSettings) -> StepPlanner:
+    return StepPlanner(settings, documents.sizes, documents.weights, documents.lengths)
+
+
+def build_dataloader(dataset: StepDataset, num_workers: int, pin_memory: bool) -> DataLoader:
+    """Loader of StepBatch items. Iterate it before CUDA and process groups start: workers are forked from a clean server."""
+    return DataLoader(
+        dataset,
+        batch_size=None,
+        num_workers=num_workers,
+        prefetch_factor=2 if num_workers else None,
+        multiprocessing_context="forkserver" if num_workers else None,
+        worker_init_fn=_single_thread if num_workers else None,
+        pin_memory=pin_memory,
+    )
+
+
+def _single_thread(_: int) -> None:
+    torch.set_num_threads(1)

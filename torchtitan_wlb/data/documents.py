@@ -1,0 +1,377 @@
+"""All documents of a run as memory-mapped arrays: lengths for the planner, tokens for those who train on them.
+
+1. `prepare` tokenises a source once, with several processes and a progress bar, into Arrow files in the cache (one process of a
+   machine works, the others wait on a file lock, no collective involved).
+2. The policy for long documents is applied to the lengths: a table of documents (row, start, stop, targets), again in the cache.
+3. `Documents` maps both; a document id counts through all sources. Opening costs milliseconds and no memory of the corpus' size.
+
+Reading uses pyarrow alone: ranks and loader workers do not import the datasets library.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
+from pathlib import Path
+
+import numpy as np
+from filelock import FileLock
+
+from torchtitan_wlb.data.sources import SOURCES, source_identity, synthetic_lengths
+from torchtitan_wlb.data.tokenizer import Tokenizer
+from torchtitan_wlb.logger import logger
+
+ROW, START, STOP, TARGETS = range(4)
+
+
+@dataclass(frozen=True)
+class SourceSpec:
+    """What to prepare: one source and everything its documents depend on."""
+
+    name: str
+    path: str
+    column: str
+    loss_mask_column: str
+    seq_len: int
+    long_documents: str
+
+
+# ---------------------------------------------------------------------------------------------- token stores
+
+
+class ArrowTokens:
+    """Rows of token ids (and optional 0/1 masks) in Arrow files, sliced without copying."""
+
+    def __init__(self, folder: Path):
+        import pyarrow as pa
+
+        self._ids: list[tuple[np.ndarray, np.ndarray]] = []
+        self._masks: list[tuple[np.ndarray, np.ndarray]] = []
+        for path in sorted(folder.glob("*.arrow")):
+            table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
+            for name, chunks in (("input_ids", self._ids), ("loss_mask", self._masks)):
+                if name in table.column_names:
+                    for c in table.column(name).chunks:
+                        chunks.append((c.values.to_numpy(zero_copy_only=True), c.offsets.to_numpy()))
+        self._first = np.cumsum([0, *(len(offsets) - 1 for _, offsets in self._ids)])
+        self.has_mask = bool(self._masks)
+
+    @cached_property
+    def row_lengths(self) -> np.ndarray:
+        return np.concatenate(
+            [np.zeros(0, np.int32), *(np.diff(offsets) for _, offsets in self._ids)]
+        ).astype(np.int32)
+
+    def _slice(self, chunks, row: int, start: int, stop: int) -> np.ndarray:
+        c = int(np.searchsorted(self._first, row, side="right")) - 1
+        values, offsets = chunks[c]
+        first = int(offsets[row - self._first[c]])
+        return values[first + start : first + stop]
+
+    def tokens(self, row: int, start: int, stop: int) -> np.ndarray:
+        return self._slice(self._ids, row, start, stop)
+
+    def mask(self, row: int, start: int, stop: int) -> np.ndarray:
+        return self._slice(self._masks, row, start, stop)
+
+
+class FlatTokens:
+    """A flat file X.bin of ids with X.json beside it: {"dtype": "uint16", "lengths": [...]}."""
+
+    has_mask = False
+
+    def __init__(self, path: Path):
+        header = json.loads(path.with_suffix(".json").read_text())
+        self._ids = np.memmap(path, dtype=header["dtype"], mode="r")
+        self.row_lengths = np.asarray(header["lengths"], dtype=np.int32)
+        self._offsets = np.concatenate([[0], np.cumsum(self.row_lengths, dtype=np.int64)])
+        if self._offsets[-1] != len(self._ids):
+            raise ValueError(
+                f"{path}: {len(self._ids)} ids, but the lengths in {path.with_suffix('.json')} add up to {self._offsets[-1]}"
+            )
+
+    def tokens(self, row: int, start: int, stop: int) -> np.ndarray:
+        first = self._offsets[row]
+        return self._ids[first + start : first + stop].astype(np.int32)
+
+    def mask(self, row: int, start: int, stop: int) -> np.ndarray:
+        raise NotImplementedError("a flat token file has no loss mask")
+
+
+class SyntheticTokens:
+    """Random bytes with given lengths, made when they are read."""
+
+    has_mask = False
+
+    def __init__(self, lengths: np.ndarray):
+        self.row_lengths = lengths
+
+    def tokens(self, row: int, start: int, stop: int) -> np.ndarray:
+        return np.random.default_rng(row).integers(0, 256, stop, dtype=np.int32)[start:]
+
+    def mask(self, row: int, start: int, stop: int) -> np.ndarray:
+        raise NotImplementedError("synthetic documents have no loss mask")
+
+
+# ------------------------------------------------------------------------------------------------ preparation
+
+
+def prepare(spec: SourceSpec, tokenizer: Tokenizer, cache: str, num_proc: int = 1) -> tuple[Path, Path]:
+    """Make sure that a source is tokenised and its document table exists.
+
+    Returns:
+        (token folder, table file) in the cache; the table file has a JSON twin with the counts of the policy.
+
+    Raises:
+        ValueError: no file, no such column, no document left.
+    """
+    text_only = tokenizer.fingerprint if SOURCES[spec.name].kind == "text" else ""
+    identity = f"{source_identity(spec.name, spec.path)} {spec.column} {spec.loss_mask_column} {text_only}"
+    folder = Path(cache) / f"{spec.name}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    table = folder / f"documents-{spec.long_documents}-{spec.seq_len}.npy"
+    if not table.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / "lock"):
+            _prepare_tokens(spec, tokenizer, folder, num_proc)
+            if not table.exists():
+                _prepare_table(spec, folder, table)
+    return folder, table
+
+
+def _prepare_tokens(spec: SourceSpec, tokenizer: Tokenizer, folder: Path, num_proc: int) -> None:
+    done = folder / "tokens"
+    is_flat = spec.name == "tokens" and spec.path.endswith(".bin")
+    if done.exists() or SOURCES[spec.name].kind == "lengths" or is_flat:
+        return
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    logger.info(f"Tokenising {spec.name} {spec.path} (once; cached in {folder})")
+    part = folder / "part"
+    shutil.rmtree(part, ignore_errors=True)
+    raw = _raw_dataset(spec, part, num_proc)
+    wanted = [c for c in (spec.column, spec.loss_mask_column) if c]
+    missing = [c for c in wanted if c not in raw.column_names]
+    if missing:
+        raise ValueError(
+            f"{spec.name} {spec.path} has no column {', '.join(missing)}; columns: {', '.join(raw.column_names)}"
+        )
+    from datasets import Features, List, Value
+
+    features = {"input_ids": List(Value("int32"))} | (
+        {"loss_mask": List(Value("int8"))} if spec.loss_mask_column else {}
+    )
+    encode = partial(
+        _encode_batch, tokenizer=tokenizer if SOURCES[spec.name].kind == "text" else None, spec=spec
+    )
+    encoded = raw.map(
+        encode,
+        batched=True,
+        num_proc=num_proc if num_proc > 1 else None,
+        remove_columns=raw.column_names,
+        features=Features(features),
+        desc="Tokenising",
+    )
+    encoded.save_to_disk(str(part / "tokens"))
+    del raw, encoded
+    (part / "tokens").rename(done)
+    shutil.rmtree(part, ignore_errors=True)
+
+
+def _raw_dataset(spec: SourceSpec, scratch: Path, num_proc: int):
+    """The source as a `datasets.Dataset` with its text or id column."""
+    import datasets
+
+    source = SOURCES[spec.name]
+    if source.read is not None:
+        shards = source.shards(spec.path)
+        generate = partial(_text_rows, read=source.read, column=spec.column)
+        workers = min(num_proc, len(shards))
+        return datasets.Dataset.from_generator(
+            generate,
+            gen_kwargs={"shards": shards},
+            cache_dir=str(scratch),
+            num_proc=workers if workers > 1 else None,
+        )
+    if spec.name == "hf":
+        return datasets.load_dataset(spec.path, split="train")
+    shards = source.shards(spec.path)
+    format = "json" if shards[0].endswith((".json", ".jsonl", ".gz")) else "parquet"
+    return datasets.load_dataset(format, data_files=shards, split="train", cache_dir=str(scratch))
+
+
+def _text_rows(shards, read, column):
+    for text in read(shards):
+        yield {column: text}
+
+
+def _encode_batch(batch, tokenizer: Tokenizer | None, spec: SourceSpec):
+    rows = batch[spec.column]
+    out = {
+        "input_ids": tokenizer.encode_documents([r or "" for r in rows])
+        if tokenizer
+        else [r or [] for r in rows]
+    }
+    if spec.loss_mask_column:
+        out["loss_mask"] = batch[spec.loss_mask_column]
+        for ids, mask in zip(out["input_ids"], out["loss_mask"]):
+            if len(ids) != len(mask):
+                raise ValueError(
+                    f"a row has {len(ids)} ids and {len(mask)} entries in {spec.loss_mask_column}"
+                )
+    return out
+
+
+def _open_store(spec: SourceSpec, folder: Path):
+    if SOURCES[spec.name].kind == "lengths":
+        return SyntheticTokens(synthetic_lengths(spec.path))
+    if spec.name == "tokens" and spec.path.endswith(".bin"):
+        return FlatTokens(Path(spec.path))
+    return ArrowTokens(folder / "tokens")
+
+
+def _prepare_table(spec: SourceSpec, folder: Path, table: Path) -> None:
+    store = _open_store(spec, folder)
+    rows, counts = apply_length_policy(store.row_lengths, spec.seq_len, spec.long_documents)
+    targets = rows[:, STOP] - rows[:, START] - 1
+    if store.has_mask:
+        # Position t predicts token t + 1, so the mask of the first token never counts.
+        targets = np.array([int(store.mask(r, a + 1, b).sum()) for r, a, b in rows], dtype=np.int64)
+    keep = targets > 0
+    counts["no_target"] = int((~keep).sum())
+    rows = np.column_stack([rows, targets])[keep].astype(np.int32)
+    counts |= {"documents": len(rows), "tokens": int((rows[:, STOP] - rows[:, START]).sum())}
+    if not len(rows):
+        raise ValueError(f"{spec.name} {spec.path}: no document with a target is left ({counts})")
+    table.with_suffix(".json").write_text(json.dumps(asdict(spec) | {"counts": counts}))
+    part = table.with_suffix(".part.npy")
+    np.save(part, np.ascontiguousarray(rows.T))
+    part.rename(table)
+
+
+def apply_length_policy(lengths: np.ndarray, seq_len: int, policy: str) -> tuple[np.ndarray, dict[str, int]]:
+    """Cut rows into documents of at most seq_len tokens.
+
+    Args:
+        lengths: [n] tokens of every row.
+        policy: "split" (pieces of seq_len, each a document), "truncate" or "drop".
+
+    Returns:
+        ([documents, 3] of row, start, stop in row order, counts: rows, empty, long).
+    """
+    lengths = lengths.astype(np.int64)
+    counts = {
+        "rows": len(lengths),
+        "empty": int((lengths == 0).sum()),
+        "long": int((lengths > seq_len).sum()),
+    }
+    if policy == "split":
+        pieces = -(-lengths // seq_len)
+    elif policy == "truncate":
+        pieces = (lengths > 0).astype(np.int64)
+    else:
+        pieces = ((lengths > 0) & (lengths <= seq_len)).astype(np.int64)
+    row = np.repeat(np.arange(len(lengths)), pieces)
+    piece = np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    start = piece * seq_len
+    return np.column_stack([row, start, np.minimum(start + seq_len, lengths[row])]), counts
+
+
+# -------------------------------------------------------------------------------------------------- documents
+
+
+class Documents:
+    """The documents of several sources under one running id.
+
+    Args:
+        specs: the sources, in id order.
+        weights: share of the tokens that each source should have.
+
+    Attributes:
+        sizes: documents of each source; ids of source i start at sum(sizes[:i]).
+        fingerprint: hash over all lengths; two runs with equal fingerprints pack alike.
+    """
+
+    def __init__(
+        self,
+        specs: list[SourceSpec],
+        weights: list[float],
+        tokenizer: Tokenizer,
+        cache: str,
+        num_proc: int = 1,
+    ):
+        self._specs, self.weights = specs, weights
+        self._paths = [prepare(spec, tokenizer, cache, num_proc) for spec in specs]
+        self._open()
+
+    def _open(self) -> None:
+        self._tables = [np.load(table, mmap_mode="r") for _, table in self._paths]
+        self._stores = [_open_store(spec, folder) for spec, (folder, _) in zip(self._specs, self._paths)]
+        self.sizes = [t.shape[1] for t in self._tables]
+        self._first = np.cumsum([0, *self.sizes])
+
+    def __getstate__(self):  # a loader worker opens its own memory maps
+        return {k: v for k, v in self.__dict__.items() if k not in ("_tables", "_stores", "fingerprint")}
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        self._open()
+
+    def __len__(self) -> int:
+        return int(self._first[-1])
+
+    @cached_property
+    def fingerprint(self) -> str:
+        h = hashlib.sha256()
+        for table, weight in zip(self._tables, self.weights):
+            h.update(f"{table.shape} {weight}".encode())
+            h.update(np.ascontiguousarray(table[STOP] - table[START]))
+        return h.hexdigest()[:16]
+
+    def counts(self) -> list[dict]:
+        """What the policies did, one dict a source: rows, empty, long, no_target, documents, tokens."""
+        return [json.loads(t.with_suffix(".json").read_text())["counts"] for _, t in self._paths]
+
+    def lengths(self, ids: np.ndarray) -> np.ndarray:
+        """Tokens of documents, [n] int64 for ids [n]."""
+        out = np.empty(len(ids), dtype=np.int64)
+        source = np.searchsorted(self._first, ids, side="right") - 1
+        for i, table in enumerate(self._tables):
+            mine = source == i
+            local = ids[mine] - self._first[i]
+            out[mine] = table[STOP, local] - table[START, local]
+        return out
+
+    def _locate(self, id: int):
+        i = int(np.searchsorted(self._first, id, side="right")) - 1
+        row, start, stop, targets = (int(x) for x in self._tables[i][:, id - self._first[i]])
+        return self._stores[i], row, start, stop, targets
+
+    def tokens(self, id: int, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop) of a document, int32 [stop - start]."""
+        store, row, first, _, _ = self._locate(id)
+        return store.tokens(row, first + start, first + stop)
+
+    def labels(self, id: int, start: int, stop: int, ignore_index: int) -> np.ndarray:
+        """Targets of tokens [start, stop) of a document, int64: the next token of the document, or ignore_index for the
+        document's last token and where the next token is masked out."""
+        store, row, first, end, _ = self._locate(id)
+        out = np.full(stop - start, ignore_index, dtype=np.int64)
+        after = min(first + stop + 1, end)
+        targets = store.tokens(row, first + start + 1, after).astype(np.int64)
+        if store.has_mask:
+            targets[store.mask(row, first + start + 1, after) == 0] = ignore_index
+        out[: len(targets)] = targets
+        return out
+
+    def n_targets(self, id: int, start: int, stop: int) -> int:
+        """Valid labels among tokens [start, stop): prepared for whole documents, counted for cut ones."""
+        store, row, first, end, targets = self._locate(id)
+        if start == 0 and first + stop == end:
+            return targets
+        after = min(first + stop + 1, end)
+        return (
+            int(store.mask(row, first + start + 1, after).sum())
+            if store.has_mask
+            else after - (first + start + 1)
+        )

@@ -1,0 +1,135 @@
+"""Where documents come from: name -> raw rows, before tokenising.
+
+A text source is a generator of strings over a list of shards (files), so that several processes can share the work; `tokens`
+sources give ids as they are (no begin or end ids are added); `synthetic` gives lengths only. `documents.py` turns all of them into one
+memory-mapped form.
+"""
+
+import ast
+import glob
+import json
+import sys
+import sysconfig
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Source:
+    """A named kind of source.
+
+    kind: "text" (rows of text), "tokens" (rows of ids, or a flat file) or "lengths" (synthetic).
+    shards: files of a path, sorted; [] for sources that are not files.
+    read: generator of texts over shards; None where the datasets library reads the format.
+    """
+
+    kind: str
+    needs_path: bool
+    shards: Callable[[str], list[str]]
+    read: Callable[[list[str]], Iterator[str]] | None = None
+
+
+def _stdlib_shards(_: str) -> list[str]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skip = {"site-packages", "dist-packages", "__pycache__"}
+    return [str(p) for p in sorted(root.rglob("*.py")) if not skip & set(p.relative_to(root).parts)]
+
+
+def _file_shards(path: str) -> list[str]:
+    """Files of a folder (recursive), a glob, or one file."""
+    if Path(path).is_dir():
+        found = [str(p) for p in Path(path).rglob("*") if p.is_file()]
+    else:
+        found = [p for p in glob.glob(path, recursive=True) if Path(p).is_file()]
+    return sorted(found)
+
+
+def read_files(shards: list[str]) -> Iterator[str]:
+    """One document a file; bytes that are not UTF-8 are replaced."""
+    for path in shards:
+        yield Path(path).read_text(encoding="utf-8", errors="replace")
+
+
+def read_functions(shards: list[str]) -> Iterator[str]:
+    """One document for every function and method of Python files (a function inside a function belongs to the outer one);
+    files that do not parse are skipped."""
+    for path in shards:
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
+        try:
+            todo: list[ast.AST] = [ast.parse(text)]
+        except (SyntaxError, ValueError, RecursionError):
+            continue
+        lines = text.splitlines(keepends=True)
+        while todo:
+            node = todo.pop()
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                yield textwrap.dedent("".join(lines[node.lineno - 1 : node.end_lineno]))
+            else:
+                todo.extend(reversed(list(ast.iter_child_nodes(node))))
+
+
+SOURCES = {
+    "stdlib": Source("text", False, _stdlib_shards, read_functions),
+    "stdlib_files": Source("text", False, _stdlib_shards, read_files),
+    "text": Source("text", True, _file_shards, read_files),
+    "json": Source("text", True, _file_shards),
+    "parquet": Source("text", True, _file_shards),
+    "hf": Source("text", True, lambda _: []),
+    "tokens": Source("tokens", True, _file_shards),
+    "synthetic": Source("lengths", True, lambda _: []),
+}
+
+
+def source_identity(name: str, path: str) -> str:
+    """A string that changes whenever the documents of a source could have changed: names, sizes and times of its files.
+
+    Raises:
+        ValueError: the path matches no file.
+    """
+    if name.startswith("stdlib"):
+        return f"{name} {sys.version}"
+    if name in ("hf", "synthetic"):
+        is_file = Path(path).is_file()
+        return f"{name} {path} {Path(path).stat().st_size if is_file else ''}"
+    shards = SOURCES[name].shards(path)
+    if not shards:
+        raise ValueError(f"--training.dataset_path {path}: no file found for --training.dataset {name}")
+    stats = [(p, Path(p).stat().st_size, Path(p).stat().st_mtime_ns) for p in shards]
+    return f"{name} {stats}"
+
+
+# Quantiles (probability, tokens) of long-context mixtures, for benchmarks without data: a log-linear fit of our own to the
+# length histogram published in the WLB-LLM paper (Figure 3: mean about 4K, longest 125K). Between two points lengths are log-uniform.
+_NAMED_LENGTHS = {
+    "wlb_128k": [
+        (0.0, 64), (0.05, 700), (0.1, 1100), (0.25, 2000), (0.5, 3230), (0.75, 4400), (0.9, 5790),
+        (0.97, 10500), (0.99, 26000), (0.995, 52000), (0.999, 120000), (1.0, 125000),
+    ],
+}  # fmt: skip
+
+
+def synthetic_lengths(path: str) -> np.ndarray:
+    """Lengths [n] int32 of a `synthetic` source.
+
+    Args:
+        path: a JSON list of lengths, or NAME[:n[:scale]] with NAME one of the built-in distributions; scale multiplies all lengths.
+
+    Raises:
+        ValueError: neither.
+    """
+    if Path(path).is_file():
+        return np.asarray(json.loads(Path(path).read_text()), dtype=np.int32)
+    name, *rest = path.split(":")
+    if name not in _NAMED_LENGTHS:
+        raise ValueError(
+            f"--training.dataset_path {path}: neither a JSON file nor one of {', '.join(_NAMED_LENGTHS)}"
+        )
+    n = int(rest[0]) if rest else 100_000
+    scale = float(rest[1]) if len(rest) > 1 else 1.0
+    p, tokens = np.array(_NAMED_LENGTHS[name]).T
+    u = np.random.default_rng(0).random(n)
+    return np.maximum(2, np.exp(np.interp(u, p, np.log(tokens))) * scale).astype(np.int32)

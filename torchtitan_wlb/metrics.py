@@ -1,0 +1,143 @@
+"""One record a logged step: console columns, metrics.jsonl, TensorBoard, Weights & Biases, all with the same numbers."""
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torchtitan_wlb.config import JobConfig
+from torchtitan_wlb.logger import Color, NoColor, logger
+from torchtitan_wlb.models.llama import ModelArgs
+
+# Dense bf16 FLOP/s by a part of the device name; others have no known peak and no MFU.
+_PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
+
+
+def peak_flops(device_name: str) -> float | None:
+    return next((flops for name, flops in _PEAK_FLOPS.items() if name in device_name), None)
+
+
+def training_flops(args: ModelArgs, tokens: int, attended_pairs: int) -> float:
+    """FLOPs, forward and backward without recomputation, of documents: linear in tokens, attention by attended pairs, no padding."""
+    return 3 * (
+        args.linear_flops_per_token(args.vocab_size) * tokens
+        + args.attention_flops_per_pair() * attended_pairs
+    )
+
+
+class MetricLogger:
+    """Collects steps and writes a record every log_freq steps. Only rank 0 writes.
+
+    Args:
+        config: of the run; logged whole to Weights & Biases.
+        resumed_step: later lines of metrics.jsonl are dropped (they will be trained again).
+        peak: FLOP/s of one device, None if unknown.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        args: ModelArgs,
+        *,
+        rank: int,
+        world_size: int,
+        resumed_step: int,
+        peak: float | None,
+    ):
+        self.args, self.world_size, self.peak = args, world_size, peak
+        self.color = Color if config.metrics.enable_color else NoColor
+        self.writes = rank == 0
+        self._file = self._tensorboard = self._wandb = None
+        if self.writes:
+            folder = Path(config.job.dump_folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / "metrics.jsonl"
+            kept = (
+                [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= resumed_step]
+                if path.exists()
+                else []
+            )
+            path.write_text("".join(line + "\n" for line in kept))
+            self._file = path.open("a")
+            if config.metrics.enable_tensorboard:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self._tensorboard = SummaryWriter(str(folder / "tb"), purge_step=resumed_step + 1)
+                self._tensorboard.add_text("config", json.dumps(asdict(config), indent=2))
+            if config.metrics.enable_wandb:
+                import wandb
+
+                self._wandb = wandb.init(
+                    project=config.metrics.wandb_project, config=asdict(config), dir=str(folder)
+                )
+        self.start_window()
+
+    def start_window(self) -> None:
+        """Begin to measure; call after everything that is not training."""
+        self._began = time.perf_counter()
+        self._paused = 0.0
+        self._tokens = self._pairs = self._steps = 0
+
+    def pause(self, seconds: float) -> None:
+        """Do not count time that was spent on something else (checkpoints, validation)."""
+        self._paused += seconds
+
+    def add(self, tokens: int, attended_pairs: int) -> None:
+        """Count a trained step."""
+        self._tokens += tokens
+        self._pairs += attended_pairs
+        self._steps += 1
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Write the record of a step, completed by the rates since the last one."""
+        seconds = time.perf_counter() - self._began - self._paused
+        record |= {
+            "tps": self._tokens / seconds / self.world_size,
+            "mfu": None,
+            "step_time_s": seconds / self._steps,
+        }
+        if self.peak:
+            record["mfu"] = (
+                training_flops(self.args, self._tokens, self._pairs) / seconds / self.world_size / self.peak
+            )
+        if self.writes:
+            self._write(record)
+        self.start_window()
+
+    def _write(self, r: dict[str, Any]) -> None:
+        assert self._file is not None
+        self._file.write(json.dumps(r) + "\n")
+        self._file.flush()
+        scalars = {k: v for k, v in r.items() if isinstance(v, (int, float)) and k != "step"}
+        if self._tensorboard is not None:
+            for k, v in scalars.items():
+                self._tensorboard.add_scalar(k, v, r["step"])
+        if self._wandb is not None:
+            self._wandb.log(scalars, step=r["step"])
+        c = self.color
+        mfu = "" if r["mfu"] is None else f"  {c.magenta}mfu {r['mfu']:6.2%}"
+        logger.info(
+            f"{c.red}step {r['step']:>5}  {c.green}loss {r['loss']:7.4f}  {c.yellow}norm {r['grad_norm']:7.3f}  "
+            f"{c.blue}tokens {r['tokens']:>8,}  {c.cyan}imbalance mb {r['imbalance_micro_batch']:.3f} cp {r['imbalance_cp']:.3f}  "
+            f"{c.magenta}delay {r['delay_mean_steps']:.2f}  {c.blue}tps {r['tps']:>8,.0f}{mfu}  "
+            f"{c.yellow}{r['step_time_s']:.2f} s{c.reset}"
+        )
+
+    def log_validation(self, step: int, loss: float, tokens: int) -> None:
+        if not self.writes:
+            return
+        logger.info(
+            f"{self.color.cyan}validation after step {step}: loss {loss:.4f} over {tokens:,} targets{self.color.reset}"
+        )
+        if self._tensorboard is not None:
+            self._tensorboard.add_scalar("validation_loss", loss, step)
+        if self._wandb is not None:
+            self._wandb.log({"validation_loss": loss}, step=step)
+
+    def close(self) -> None:
+        for sink in (self._file, self._tensorboard):
+            if sink is not None:
+                sink.close()
+        if self._wandb is not None:
+            self._wandb.finish()

@@ -1,0 +1,255 @@
+"""Llama: RMSNorm, SwiGLU, grouped-query attention, rotary positions. One family, sizes in a dict.
+
+Letters: T tokens of a micro-batch, CP and TP the degrees, V vocabulary. A stage of a pipeline is a Transformer with some layers left out.
+Between blocks activations are [1, T/CP/TP, dim] with sequence parallelism ([1, T/CP, dim] for TP = 1).
+"""
+
+import math
+import zlib
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+
+from torchtitan_wlb.context_parallel.attention import context_parallel_attention
+from torchtitan_wlb.data.micro_batch import AttentionMeta
+from torchtitan_wlb.loss import chunked_cross_entropy
+from torchtitan_wlb.models.attention import Attention, sdpa
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama-3's stretch of low rotary frequencies (arXiv 2407.21783)."""
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+
+@dataclass(frozen=True)
+class ModelArgs:
+    """Shape of a model. vocab_size is the tokenizer's where the flavor leaves it at -1."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    ffn_dim: int
+    vocab_size: int = -1
+    norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.n_heads
+
+    @property
+    def layer_flops_per_token(self) -> float:
+        """Forward FLOPs of one token in the matrix products of one layer."""
+        kv_dim = self.n_kv_heads * self.head_dim
+        return 2 * (2 * self.dim * self.dim + 2 * self.dim * kv_dim + 3 * self.dim * self.ffn_dim)
+
+    def head_flops_per_token(self, vocab_size: int) -> float:
+        return 2 * self.dim * vocab_size
+
+    @property
+    def layer_flops_per_pair(self) -> float:
+        """Forward FLOPs of one attended (query, key) pair in one layer: scores and weighted values."""
+        return 4 * self.dim
+
+    def linear_flops_per_token(self, vocab_size: int) -> float:
+        return self.n_layers * self.layer_flops_per_token + self.head_flops_per_token(vocab_size)
+
+    def attention_flops_per_pair(self) -> float:
+        return self.n_layers * self.layer_flops_per_pair
+
+
+_llama3 = dict(rope_theta=500_000.0)
+llama_configs = {
+    "debugmodel": ModelArgs(dim=128, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=384),
+    "debugmodel_8m": ModelArgs(dim=256, n_layers=8, n_heads=8, n_kv_heads=4, ffn_dim=768),
+    "550M": ModelArgs(dim=1536, n_layers=16, n_heads=12, n_kv_heads=12, ffn_dim=4096),
+    "7B": ModelArgs(dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, ffn_dim=11008),
+    "30B": ModelArgs(dim=7168, n_layers=48, n_heads=56, n_kv_heads=56, ffn_dim=19456),
+    "70B": ModelArgs(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim=28672),
+    "llama3_8B": ModelArgs(
+        dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, ffn_dim=14336, rope_scaling=RopeScaling(), **_llama3
+    ),
+    "llama3_70B": ModelArgs(
+        dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim=28672, rope_scaling=RopeScaling(), **_llama3
+    ),
+}
+
+
+def rotary_table(args: ModelArgs, n_positions: int, device: torch.device) -> torch.Tensor:
+    """cos and sin of every position and frequency, fp32 [n_positions, 2, head_dim / 2]."""
+    freqs = args.rope_theta ** -(
+        torch.arange(0, args.head_dim, 2, dtype=torch.float64, device=device) / args.head_dim
+    )
+    if s := args.rope_scaling:
+        # Wavelengths beyond original / low are stretched by `factor`, those below original / high stay; between, a linear blend.
+        turns = s.original_context * freqs / (2 * math.pi)
+        keep = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(0, 1)
+        freqs = freqs * (keep + (1 - keep) / s.factor)
+    angles = torch.arange(n_positions, dtype=torch.float64, device=device)[:, None] * freqs
+    return torch.stack([angles.cos(), angles.sin()], dim=1).float()
+
+
+def apply_rotary(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+    """Rotate neighbouring pairs of features. x: [1, T/CP, H/TP, D], rope: [T/CP, 2, D/2]."""
+    cos, sin = rope[:, None, 0], rope[:, None, 1]
+    even, odd = x.to(torch.promote_types(x.dtype, rope.dtype)).unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention. `kernel` and `cp_group` are set when the model is parallelised."""
+
+    def __init__(self, args: ModelArgs):
+        super().__init__()
+        self.head_dim = args.head_dim
+        self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=False)
+        self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
+        self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
+        self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
+        self.kernel: Attention = sdpa
+        self.cp_group = None
+
+    def forward(self, x: torch.Tensor, rope: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
+        """x [1, T/CP, dim] -> [1, T/CP, dim]; the heads inside are local (H/TP)."""
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        q, k = apply_rotary(q, rope), apply_rotary(k, rope)
+        out = self.attend(q, k, v, meta)
+        return self.wo(out.flatten(-2))
+
+    @torch.compiler.disable
+    def attend(self, q, k, v, meta: AttentionMeta) -> torch.Tensor:
+        """Outside compiled regions: document lengths are plain ints here and would recompile for every micro-batch."""
+        return context_parallel_attention(q, k, v, meta, self.kernel, self.cp_group)
+
+
+class FeedForward(nn.Module):
+    def __init__(self, args: ModelArgs):
+        super().__init__()
+        self.w1 = nn.Linear(args.dim, args.ffn_dim, bias=False)
+        self.w2 = nn.Linear(args.ffn_dim, args.dim, bias=False)
+        self.w3 = nn.Linear(args.dim, args.ffn_dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class TransformerBlock(nn.Module):
+    def __init__(self, args: ModelArgs):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.attention = SelfAttention(args)
+        self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.feed_forward = FeedForward(args)
+
+    def forward(self, x: torch.Tensor, rope: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), rope=rope, meta=meta)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class LossHead(nn.Module):
+    """Output projection and cross-entropy in one module, so that FSDP and TP own the weight and logits stay chunked."""
+
+    def __init__(self, dim: int, vocab_size: int, n_ids: int, chunk: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, dim))
+        self.n_ids, self.chunk = n_ids, chunk
+        self.tp_group = None
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """x [1, T/CP(/TP), dim], labels [1, T/CP] -> loss summed over valid labels."""
+        weight = self.weight
+        if isinstance(x, DTensor):
+            # Every TP rank needs all tokens for its part of the vocabulary; its gradient is a partial sum over the vocabulary.
+            x = x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+            weight = weight.to_local()
+        return chunked_cross_entropy(
+            x[0], weight, labels[0], chunk=self.chunk, n_ids=self.n_ids, group=self.tp_group
+        )
+
+
+class Transformer(nn.Module):
+    """All or some layers of the model.
+
+    Args:
+        args: shape, with vocab_size resolved.
+        n_ids: ids in use; the vocabulary above is padding.
+        max_position: longest document.
+        loss_chunk: tokens whose logits exist at once.
+        layers: layers of this stage; first and last layer bring the embedding and the head.
+    """
+
+    def __init__(
+        self,
+        args: ModelArgs,
+        *,
+        n_ids: int,
+        max_position: int,
+        loss_chunk: int = 1024,
+        layers: range | None = None,
+    ):
+        super().__init__()
+        layers = range(args.n_layers) if layers is None else layers
+        self.args, self.max_position = args, max_position
+        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim) if 0 in layers else None
+        self.layers = nn.ModuleDict({str(i): TransformerBlock(args) for i in layers})
+        is_last = args.n_layers - 1 in layers
+        self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps) if is_last else None
+        self.output = LossHead(args.dim, args.vocab_size, n_ids, loss_chunk) if is_last else None
+        self.register_buffer("rope", torch.empty(max_position, 2, args.head_dim // 2), persistent=False)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        *,
+        positions: torch.Tensor,
+        meta: AttentionMeta,
+        labels: torch.Tensor,
+        loss_scale: float,
+    ) -> torch.Tensor:
+        """One micro-batch.
+
+        Args:
+            x: token ids int64 [1, T/CP] on the first stage, activations [1, T/CP/TP, dim] on the others.
+            positions: [1, T/CP] position of every token in its document.
+            labels: [1, T/CP], used on the last stage.
+            loss_scale: factor of the summed loss (1 / valid labels of the step).
+
+        Returns:
+            Scaled loss, a scalar, on the last stage; activations [1, T/CP/TP, dim] on the others.
+        """
+        rope = self.rope[positions[0]]
+        h = self.tok_embeddings(x) if self.tok_embeddings is not None else x
+        for layer in self.layers.values():
+            h = layer(h, rope=rope, meta=meta)
+        if self.output is None:
+            return h
+        return self.output(self.norm(h), labels) * loss_scale
+
+    @torch.no_grad()
+    def init_weights(self, seed: int, device: torch.device) -> None:
+        """Fill parameters and buffers after `to_empty`. Each parameter has a random stream of its own, named by (seed, its name), and every
+        rank takes its part of the whole tensor, so the weights are the same in every layout."""
+        self.rope.copy_(rotary_table(self.args, self.max_position, device))
+        for name, p in self.named_parameters():
+            name = name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+            if p.ndim == 1:
+                p.fill_(1.0)
+                continue
+            std = 0.02
+            if name.endswith(("wo.weight", "w2.weight")):
+                std /= math.sqrt(2 * (int(name.split(".")[1]) + 1))
+            generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+            full = torch.empty(p.shape, dtype=p.dtype, device=device).normal_(0.0, std, generator=generator)
+            if isinstance(p, DTensor):
+                full = distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None)
+            p.copy_(full)

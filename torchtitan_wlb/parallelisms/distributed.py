@@ -1,0 +1,136 @@
+"""Process groups, and the few collectives of a training step that are not inside FSDP, TP, CP or PP."""
+
+import datetime
+import math
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+# torch 2.13 renamed all_gather_into_tensor and warns about the old name.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def init_distributed(timeout_seconds: int) -> torch.device:
+    """Start the default process group (NCCL on CUDA, gloo on CPU) and return this rank's device."""
+    if torch.cuda.is_available():
+        device, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(device)
+    else:
+        device, backend = torch.device("cpu"), "gloo"
+    for name, value in (
+        ("RANK", "0"),
+        ("WORLD_SIZE", "1"),
+        ("MASTER_ADDR", "localhost"),
+        ("MASTER_PORT", "29500"),
+    ):
+        os.environ.setdefault(name, value)
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_seconds))
+    return device
+
+
+def set_timeouts(seconds: int, mesh: DeviceMesh, cp_group: dist.ProcessGroup | None) -> None:
+    """Shorten the time limit of all groups, after the slow first step. Barrier first: no collective may be under way."""
+    dist.barrier()
+    groups = [mesh.get_group(name) for name in mesh.mesh_dim_names or ()]
+    for group in {None, cp_group, *groups}:
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
+
+
+def check_agreement(what: dict[str, str]) -> None:
+    """Compare strings that must be equal on all ranks.
+
+    Raises:
+        RuntimeError: on every rank, naming what differs and the ranks that differ from rank 0.
+    """
+    everyone: list[dict[str, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, what)
+    problems = [
+        f"{key}: rank 0 has {everyone[0][key]}, rank {rank} has {theirs[key]}"
+        for key in what
+        for rank, theirs in enumerate(everyone)
+        if theirs[key] != everyone[0][key]
+    ]
+    if problems:
+        raise RuntimeError("The ranks do not agree:\n  " + "\n  ".join(problems[:8]))
+
+
+@dataclass
+class StepSums:
+    """What the ranks tell each other after a step."""
+
+    loss: float
+    cp_work_max: float
+    cp_work_mean: float
+    sharding: dict[str, int]
+
+
+def gather_step(
+    loss: torch.Tensor,
+    plan_hash: str,
+    cp_work: tuple[float, float],
+    kinds: dict[str, int],
+    counts: bool,
+    all_kinds: tuple[str, ...],
+) -> StepSums:
+    """The one metric collective of a step: sum the loss, and make sure that all ranks trained the same plan.
+
+    Args:
+        loss: this rank's share of the mean loss, to be counted once over tensor-parallel ranks (0 elsewhere).
+        plan_hash: 12 hex digits (48 bits are exact in fp64).
+        cp_work, kinds: of this rank's micro-batches; counted where `counts` (one rank per data-parallel rank).
+        all_kinds: the names that kinds may have.
+
+    Raises:
+        RuntimeError: naming the ranks whose plan differs from rank 0's.
+    """
+    row = [float(int(plan_hash, 16))]
+    row += [*cp_work, *(kinds.get(k, 0) for k in all_kinds)] if counts else [0.0] * (2 + len(all_kinds))
+    mine = torch.cat([loss.double().reshape(1), torch.tensor(row, dtype=torch.float64, device=loss.device)])
+    table = mine.new_empty(dist.get_world_size() * len(mine))
+    all_gather(table, mine)
+    rows = table.view(-1, len(mine)).cpu()
+    different = (rows[:, 1] != rows[0, 1]).nonzero().flatten().tolist()
+    if different:
+        raise RuntimeError(
+            f"Step plans differ: rank(s) {different} did not plan what rank 0 planned ({plan_hash} here)"
+        )
+    sums = rows.sum(0).tolist()
+    return StepSums(sums[0], sums[2], sums[3], {k: int(n) for k, n in zip(all_kinds, sums[4:]) if n})
+
+
+@torch.no_grad()
+def clip_grad_norm(parameters: list[nn.Parameter], max_norm: float, device: torch.device) -> torch.Tensor:
+    """Norm of the whole gradient over all ranks and stages; gradients are scaled down to max_norm if it is larger (0: never).
+
+    Every rank adds the squares of its local shards, divided by the number of ranks that hold the same numbers; one all-reduce over
+    all ranks gives the square of the norm.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    by_copies: dict[int, list[torch.Tensor]] = {}
+    for p in parameters:
+        if p.grad is None:
+            continue
+        grad = p.grad
+        copies = 1
+        if isinstance(grad, DTensor):
+            sharded = [isinstance(x, (Shard, _StridedShard)) for x in grad.placements]
+            copies = math.prod(n for n, s in zip(grad.device_mesh.shape, sharded) if not s)
+            grad = grad.to_local()
+        by_copies.setdefault(copies, []).append(grad)
+    for copies, grads in by_copies.items():
+        norms = torch._foreach_norm([g for g in grads if g.numel()])
+        if norms:
+            total += torch.stack(norms).double().square().sum() / copies
+    dist.all_reduce(total)
+    norm = total.sqrt()
+    if max_norm > 0:
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for grads in by_copies.values():
+            torch._foreach_mul_(grads, scale.to(grads[0].dtype))
+    return norm

@@ -1,0 +1,170 @@
+"""Cut the model into stages of even predicted time and run micro-batches of different length through them.
+
+Without pipelining the same `forward_backward` accumulates gradients over the micro-batches, with one reduction at the last.
+"""
+
+import contextlib
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from torchtitan_wlb.data.micro_batch import MicroBatch
+from torchtitan_wlb.parallelisms.parallel_dims import MULTI_STAGE_SCHEDULES
+
+
+def split_layers(
+    n_layers: int, n_stages: int, layer_cost: float, head_cost: float, embedding_cost: float = 0.0
+) -> list[range]:
+    """Deal layers to stages so that the slowest stage is as fast as possible (each gets at least one).
+
+    Args:
+        layer_cost, head_cost, embedding_cost: predicted seconds, same unit; the embedding counts for the first stage, the head for the last.
+    """
+    extra = [0.0] * n_stages
+    extra[0] += embedding_cost
+    extra[-1] += head_cost
+    counts = [1] * n_stages
+    for _ in range(n_layers - n_stages):
+        # One more layer where the stage is then cheapest; ties go to later stages but the last, which keep fewer activations alive.
+        i = min(range(n_stages), key=lambda i: ((counts[i] + 1) * layer_cost + extra[i], -i))
+        counts[i] += 1
+    starts = [sum(counts[:i]) for i in range(n_stages + 1)]
+    return [range(a, b) for a, b in zip(starts, starts[1:])]
+
+
+def my_stages(pp_rank: int, pp: int, schedule: str, stages_per_rank: int) -> tuple[int, list[int]]:
+    """(number of stages, indices of those on a pipeline rank): looped, stage i on rank i mod PP."""
+    n_stages = pp * (stages_per_rank if schedule in MULTI_STAGE_SCHEDULES else 1)
+    return n_stages, list(range(pp_rank, n_stages, pp))
+
+
+class Pipeline:
+    """Forward and backward of all micro-batches of a step, with or without pipelining.
+
+    Args:
+        models: this rank's parallelised stages (one, the whole model, without pipelining).
+        stage_indices, n_stages: which stages they are.
+        schedule: name of a torch.distributed.pipelining schedule.
+        n_micro_batches: M of every step.
+        mesh: the device mesh; its `pp` dimension is used.
+        device, dtype, dim, tp: of the activations between stages.
+    """
+
+    def __init__(
+        self,
+        models: list[nn.Module],
+        *,
+        stage_indices: list[int],
+        n_stages: int,
+        schedule: str,
+        n_micro_batches: int,
+        mesh: DeviceMesh,
+        device: torch.device,
+        dtype: torch.dtype,
+        dim: int,
+        tp: int,
+    ):
+        self.models, self._tp = models, tp
+        self.has_loss = n_stages - 1 in stage_indices
+        self._schedule = None
+        if mesh["pp"].size() > 1:
+            from torchtitan_wlb.parallelisms.varlen_stage import VarlenStage
+
+            group = mesh["pp"].get_group()
+            self._stages = [
+                VarlenStage(m, i, n_stages, device, dtype, dim, group) for m, i in zip(models, stage_indices)
+            ]
+            # The stage returns the scaled loss itself; gradients are already sums.
+            self._schedule = get_schedule_class(schedule)(
+                self._stages if schedule in MULTI_STAGE_SCHEDULES else self._stages[0],
+                n_microbatches=n_micro_batches,
+                loss_fn=_identity,
+                scale_grads=False,
+            )
+
+    def forward_backward(self, micro_batches: list[MicroBatch], loss_scale: float) -> torch.Tensor:
+        """Gradients of the step, accumulated into the parameters.
+
+        Args:
+            micro_batches: the M micro-batches of this data-parallel rank, on the device.
+            loss_scale: 1 / valid labels of the whole step.
+
+        Returns:
+            This rank's share of the step's mean loss, detached (0 on ranks without the last stage; equal on tensor-parallel ranks).
+        """
+        if self._schedule is None:
+            return self._accumulate(micro_batches, loss_scale)
+        losses: list[torch.Tensor] = []
+        self._run_schedule(micro_batches, loss_scale, losses)
+        device = micro_batches[0].tokens.device
+        return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=device)
+
+    def _run_schedule(
+        self, micro_batches: list[MicroBatch], loss_scale: float, losses: list[torch.Tensor]
+    ) -> None:
+        assert self._schedule is not None
+        for stage in self._stages:
+            stage.has_backward = self._schedule._has_backward
+            stage.clear_runtime_states()
+            stage.set_lengths([mb.tokens.shape[1] // self._tp for mb in micro_batches])
+        self._schedule._step_microbatches(
+            [(mb.tokens,) for mb in micro_batches],
+            [_kwargs(mb, loss_scale) for mb in micro_batches],
+            [mb.labels for mb in micro_batches],
+            losses if self.has_loss else None,
+            return_outputs=False,
+        )
+
+    def _accumulate(self, micro_batches: list[MicroBatch], loss_scale: float) -> torch.Tensor:
+        (model,) = self.models
+        total = torch.zeros((), device=micro_batches[0].tokens.device)
+        for i, mb in enumerate(micro_batches):
+            is_last = i == len(micro_batches) - 1
+            model.set_requires_gradient_sync(is_last)
+            model.set_is_last_backward(is_last)
+            loss = model(mb.tokens, **_kwargs(mb, loss_scale))
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: list[MicroBatch], loss_scale: float) -> torch.Tensor:
+        """This rank's share of the mean loss, forward only. Call between steps, never inside one: the schedule initialises its stages anew."""
+        with _evaluation(self.models):
+            if self._schedule is None:
+                return torch.stack(
+                    [self.models[0](mb.tokens, **_kwargs(mb, loss_scale)) for mb in micro_batches]
+                ).sum()
+            losses: list[torch.Tensor] = []
+            self._schedule._has_backward = False
+            try:
+                self._run_schedule(micro_batches, loss_scale, losses)
+            finally:
+                self._schedule._has_backward = True
+            return (
+                torch.stack(losses).sum()
+                if losses
+                else torch.zeros((), device=micro_batches[0].tokens.device)
+            )
+
+
+@contextlib.contextmanager
+def _evaluation(models: list[nn.Module]):
+    for m in models:
+        m.eval()
+    try:
+        yield
+    finally:
+        for m in models:
+            m.train()
+
+
+def _identity(loss: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return loss
+
+
+def _kwargs(mb: MicroBatch, loss_scale: float) -> dict:
+    """What every stage gets beside the activations."""
+    return {"positions": mb.positions, "meta": mb.attention, "labels": mb.labels, "loss_scale": loss_scale}
