@@ -60,9 +60,7 @@ def main(config: JobConfig) -> None:
 
     # Documents. The first process of a machine tokenises what is not in the cache, the others wait at a file lock.
     tokenizer = Tokenizer(config.model.tokenizer, config.model.add_bos, config.model.add_eos)
-    documents = load_documents(
-        config, training.dataset, training.dataset_path, training.dataset_weight, tokenizer
-    )
+    documents = load_documents(config, training.dataset, training.dataset_path, training.dataset_weight, tokenizer)
     for name, counts in zip(training.dataset, documents.counts()):
         logger.info(
             f"Documents of {name}: {', '.join(f'{k} {v:,}' for k, v in counts.items())} (long ones: {training.long_documents})"
@@ -85,9 +83,7 @@ def main(config: JobConfig) -> None:
         documents=documents.fingerprint,
     )
     checkpoint_folder = Path(config.job.dump_folder) / config.checkpoint.folder
-    checkpoint = (
-        find_checkpoint(checkpoint_folder, config.checkpoint.load_step) if config.checkpoint.enable else None
-    )
+    checkpoint = find_checkpoint(checkpoint_folder, config.checkpoint.load_step) if config.checkpoint.enable else None
     run_state = read_run_state(checkpoint) if checkpoint else None
     if run_state:
         left_open = {"n"} if training.global_batch_size == -1 else set()
@@ -125,12 +121,8 @@ def main(config: JobConfig) -> None:
     if config.debug.deterministic:
         torch.use_deterministic_algorithms(True)
     mesh, cp_group = dims.build_mesh(device.type), dims.build_cp_group()
-    check_agreement(
-        {"packing settings": settings.hash(), "resumed step": str(run_state["step"] if run_state else 0)}
-    )
-    logger.info(
-        f"{dims} on {device.type}, N {settings.n}, S_max {settings.s_max}, thresholds {settings.thresholds}"
-    )
+    check_agreement({"packing settings": settings.hash(), "resumed step": str(run_state["step"] if run_state else 0)})
+    logger.info(f"{dims} on {device.type}, N {settings.n}, S_max {settings.s_max}, thresholds {settings.thresholds}")
 
     # The model: this rank's stages on the meta device, made parallel, then filled in place.
     dtype = getattr(torch, training.mixed_precision_param)
@@ -203,9 +195,7 @@ def main(config: JobConfig) -> None:
         config, model_args, rank=rank, world_size=world_size, resumed_step=step, peak=peak_flops(device_name)
     )
     evaluate = (
-        build_validation(config, settings, layout, tokenizer, pipeline, device)
-        if config.validation.enable
-        else None
+        build_validation(config, settings, layout, tokenizer, pipeline, device) if config.validation.enable else None
     )
 
     # Collect garbage at the same step on all ranks, not whenever one of them happens to.

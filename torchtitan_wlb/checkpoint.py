@@ -33,9 +33,7 @@ def find_checkpoint(folder: Path, load_step: int = -1) -> Path | None:
         ValueError: the given step does not exist or is not complete, naming those that are.
     """
     steps = sorted(
-        int(p.name.removeprefix("step-"))
-        for p in folder.glob("step-*")
-        if p.name.removeprefix("step-").isdigit()
+        int(p.name.removeprefix("step-")) for p in folder.glob("step-*") if p.name.removeprefix("step-").isdigit()
     )
     complete = [s for s in steps if (folder / f"step-{s}" / ".metadata").exists()]
     for s in set(steps) - set(complete):
@@ -120,8 +118,6 @@ class CheckpointManager:
         dcp.load(state, checkpoint_id=str(checkpoint))
         for part, optim in zip(self.optimizers.models, self.optimizers.parts):
             names = set(get_model_state_dict(part, options=_OPTIONS))
-            set_model_state_dict(
-                part, {k: v for k, v in state["model"].items() if k in names}, options=_OPTIONS
-            )
+            set_model_state_dict(part, {k: v for k, v in state["model"].items() if k in names}, options=_OPTIONS)
             set_optimizer_state_dict(part, optim, state["optimizer"], options=_OPTIONS)
         logger.info(f"Loaded {checkpoint}")

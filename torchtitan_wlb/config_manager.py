@@ -49,9 +49,7 @@ def load_config(argv: list[str]) -> JobConfig:
     if any(word in ("-h", "--help") for word in argv):
         import tyro
 
-        tyro.cli(
-            JobConfig, args=["--help"], use_underscores=True, description="Flags win over the TOML file."
-        )
+        tyro.cli(JobConfig, args=["--help"], use_underscores=True, description="Flags win over the TOML file.")
     problems: list[str] = []
     flags = _parse_flags(argv, problems)
     merged: dict[str, dict[str, Any]] = {}
@@ -115,9 +113,7 @@ def _read_toml(path: str, problems: list[str]) -> dict[str, dict[str, Any]]:
         for key, value in keys.items():
             if _known(section, key, f"[{section}] {key} in {path}", problems):
                 is_tuple = get_origin(_KEYS[section][key]) is tuple
-                merged.setdefault(section, {})[key] = (
-                    [value] if is_tuple and not isinstance(value, list) else value
-                )
+                merged.setdefault(section, {})[key] = [value] if is_tuple and not isinstance(value, list) else value
         if not keys:
             _known(section, "", f"[{section}] in {path}", problems)
     return merged
@@ -250,9 +246,7 @@ def validate(config: JobConfig, world_size: int) -> ParallelDims:
         f"--training.loss_mask_column {t.loss_mask_column}: works with tokens sources only, not {' '.join(t.dataset)}",
     )
     if config.validation.enable:
-        problems.extend(
-            source_problems("validation", config.validation.dataset, config.validation.dataset_path, ())
-        )
+        problems.extend(source_problems("validation", config.validation.dataset, config.validation.dataset_path, ()))
     for name, value in (
         ("metrics.log_freq", config.metrics.log_freq),
         ("checkpoint.interval", config.checkpoint.interval),
@@ -276,9 +270,7 @@ def batch_problems(n: int, dims: ParallelDims, schedule: str, n_stages: int) -> 
         return [f"--training.global_batch_size {n}: must be a multiple of the {dims.dp} data-parallel ranks"]
     reason = schedule_problem(schedule, dims.pp, n_stages, n // dims.dp)
     return (
-        [
-            f"--training.global_batch_size {n} gives {n // dims.dp} micro-batches a data-parallel rank: {reason}"
-        ]
+        [f"--training.global_batch_size {n} gives {n // dims.dp} micro-batches a data-parallel rank: {reason}"]
         if reason
         else []
     )
@@ -302,9 +294,7 @@ def source_problems(section: str, names, paths, weights) -> list[str]:
         if name in SOURCES and SOURCES[name].needs_path and not path:
             problems.append(f"--{section}.dataset {name} needs --{section}.dataset_path")
     if weights and (len(weights) != len(names) or min(weights) <= 0):
-        problems.append(
-            f"--{section}.dataset_weight {weights}: one positive number for each of {' '.join(names)}"
-        )
+        problems.append(f"--{section}.dataset_weight {weights}: one positive number for each of {' '.join(names)}")
     return problems
 
 

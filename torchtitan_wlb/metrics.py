@@ -21,8 +21,7 @@ def peak_flops(device_name: str) -> float | None:
 def training_flops(args: ModelArgs, tokens: int, attended_pairs: int) -> float:
     """FLOPs, forward and backward without recomputation, of documents: linear in tokens, attention by attended pairs, no padding."""
     return 3 * (
-        args.linear_flops_per_token(args.vocab_size) * tokens
-        + args.attention_flops_per_pair() * attended_pairs
+        args.linear_flops_per_token(args.vocab_size) * tokens + args.attention_flops_per_pair() * attended_pairs
     )
 
 
@@ -68,9 +67,7 @@ class MetricLogger:
             if config.metrics.enable_wandb:
                 import wandb
 
-                self._wandb = wandb.init(
-                    project=config.metrics.wandb_project, config=asdict(config), dir=str(folder)
-                )
+                self._wandb = wandb.init(project=config.metrics.wandb_project, config=asdict(config), dir=str(folder))
         self.start_window()
 
     def start_window(self) -> None:
@@ -98,9 +95,7 @@ class MetricLogger:
             "step_time_s": seconds / self._steps,
         }
         if self.peak:
-            record["mfu"] = (
-                training_flops(self.args, self._tokens, self._pairs) / seconds / self.world_size / self.peak
-            )
+            record["mfu"] = training_flops(self.args, self._tokens, self._pairs) / seconds / self.world_size / self.peak
         if self.writes:
             self._write(record)
         self.start_window()

@@ -156,9 +156,7 @@ def per_document(lengths: list[int], n_tokens: int, cp: int) -> ShardPlan:
         load = [pairs(bounds[k], bounds[k + 1]) + pairs(bounds[n - 1 - k], bounds[n - k]) for k in range(cp)]
         by_extra = sorted(range(cp), key=lambda i: (extra[i], work[i]))
         for ranks, slots in ((by_extra[:longer], range(longer)), (by_extra[longer:], range(longer, cp))):
-            for rank, k in zip(
-                sorted(ranks, key=work.__getitem__), sorted(slots, key=load.__getitem__, reverse=True)
-            ):
+            for rank, k in zip(sorted(ranks, key=work.__getitem__), sorted(slots, key=load.__getitem__, reverse=True)):
                 mine[rank] += [(doc, bounds[k], bounds[k + 1]), (doc, bounds[n - 1 - k], bounds[n - k])]
                 work[rank] += load[k]
                 extra[rank] += k < longer

@@ -57,9 +57,7 @@ class StepDataset(IterableDataset):
         state: planner state to go on from, None for the first step.
     """
 
-    def __init__(
-        self, documents: Documents, settings: PackingSettings, layout: Layout, state: dict | None = None
-    ):
+    def __init__(self, documents: Documents, settings: PackingSettings, layout: Layout, state: dict | None = None):
         self.documents, self.settings, self.layout, self.start_state = documents, settings, layout, state
 
     def __iter__(self) -> Iterator[StepBatch]:
@@ -91,9 +89,7 @@ class StepDataset(IterableDataset):
         return StepBatch(
             micro_batches=micro_batches,
             n_targets=sum(
-                documents.n_targets(span.id, span.start, span.stop)
-                for mb in plan.micro_batches
-                for span in mb
+                documents.n_targets(span.id, span.start, span.stop) for mb in plan.micro_batches for span in mb
             ),
             plan_hash=plan.hash(),
             stats={

@@ -60,9 +60,7 @@ class ArrowTokens:
 
     @cached_property
     def row_lengths(self) -> np.ndarray:
-        return np.concatenate(
-            [np.zeros(0, np.int32), *(np.diff(offsets) for _, offsets in self._ids)]
-        ).astype(np.int32)
+        return np.concatenate([np.zeros(0, np.int32), *(np.diff(offsets) for _, offsets in self._ids)]).astype(np.int32)
 
     def _slice(self, chunks, row: int, start: int, stop: int) -> np.ndarray:
         c = int(np.searchsorted(self._first, row, side="right")) - 1
@@ -161,9 +159,7 @@ def _prepare_tokens(spec: SourceSpec, tokenizer: Tokenizer, folder: Path, num_pr
     features = {"input_ids": List(Value("int32"))} | (
         {"loss_mask": List(Value("int8"))} if spec.loss_mask_column else {}
     )
-    encode = partial(
-        _encode_batch, tokenizer=tokenizer if SOURCES[spec.name].kind == "text" else None, spec=spec
-    )
+    encode = partial(_encode_batch, tokenizer=tokenizer if SOURCES[spec.name].kind == "text" else None, spec=spec)
     encoded = raw.map(
         encode,
         batched=True,
@@ -207,18 +203,12 @@ def _text_rows(shards, read, column):
 
 def _encode_batch(batch, tokenizer: Tokenizer | None, spec: SourceSpec):
     rows = batch[spec.column]
-    out = {
-        "input_ids": tokenizer.encode_documents([r or "" for r in rows])
-        if tokenizer
-        else [r or [] for r in rows]
-    }
+    out = {"input_ids": tokenizer.encode_documents([r or "" for r in rows]) if tokenizer else [r or [] for r in rows]}
     if spec.loss_mask_column:
         out["loss_mask"] = batch[spec.loss_mask_column]
         for ids, mask in zip(out["input_ids"], out["loss_mask"]):
             if len(ids) != len(mask):
-                raise ValueError(
-                    f"a row has {len(ids)} ids and {len(mask)} entries in {spec.loss_mask_column}"
-                )
+                raise ValueError(f"a row has {len(ids)} ids and {len(mask)} entries in {spec.loss_mask_column}")
     return out
 
 
@@ -370,8 +360,4 @@ class Documents:
         if start == 0 and first + stop == end:
             return targets
         after = min(first + stop + 1, end)
-        return (
-            int(store.mask(row, first + start + 1, after).sum())
-            if store.has_mask
-            else after - (first + start + 1)
-        )
+        return int(store.mask(row, first + start + 1, after).sum()) if store.has_mask else after - (first + start + 1)

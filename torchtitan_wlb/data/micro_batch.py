@@ -62,9 +62,7 @@ class MicroBatch:
         return replace(self, attention=self.attention.to(device), **moved)
 
     def pin_memory(self) -> "MicroBatch":
-        self.tokens, self.labels, self.positions = (
-            t.pin_memory() for t in (self.tokens, self.labels, self.positions)
-        )
+        self.tokens, self.labels, self.positions = (t.pin_memory() for t in (self.tokens, self.labels, self.positions))
         return self
 
 
@@ -74,9 +72,7 @@ def padded_length(tokens: int, cp: int, tp: int, multiple: int) -> int:
     return max(1, -(-tokens // unit)) * unit
 
 
-def pack_documents(
-    tokens: list[np.ndarray], labels: list[np.ndarray], plan: ShardPlan, cp_rank: int
-) -> MicroBatch:
+def pack_documents(tokens: list[np.ndarray], labels: list[np.ndarray], plan: ShardPlan, cp_rank: int) -> MicroBatch:
     """Lay documents end to end, pad, and keep the tokens that a context-parallel rank owns.
 
     Args:
@@ -88,9 +84,7 @@ def pack_documents(
     padding = total - sum(plan.lengths)
     packed_tokens = np.concatenate([*tokens, np.zeros(padding, np.int64)]).astype(np.int64)
     packed_labels = np.concatenate([*labels, np.full(padding, IGNORE_INDEX)]).astype(np.int64)
-    positions = np.concatenate([*(np.arange(d) for d in plan.lengths), np.zeros(padding, np.int64)]).astype(
-        np.int64
-    )
+    positions = np.concatenate([*(np.arange(d) for d in plan.lengths), np.zeros(padding, np.int64)]).astype(np.int64)
     index = plan.token_index(cp_rank)
     per_rank = plan.attended_pairs()
     return MicroBatch(

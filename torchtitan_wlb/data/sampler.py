@@ -56,9 +56,7 @@ class DocumentOrder:
 
     def next(self) -> tuple[int, int] | None:
         """(id, tokens) of the next document, None after the last epoch."""
-        open_sources = [
-            i for i, n in enumerate(self.sizes) if not self.epochs or self.cursor[i] < n * self.epochs
-        ]
+        open_sources = [i for i, n in enumerate(self.sizes) if not self.epochs or self.cursor[i] < n * self.epochs]
         if not open_sources:
             return None
         i = min(open_sources, key=lambda i: self.drawn_tokens[i] / self.weights[i])

@@ -125,9 +125,7 @@ def synthetic_lengths(path: str) -> np.ndarray:
         return np.asarray(json.loads(Path(path).read_text()), dtype=np.int32)
     name, *rest = path.split(":")
     if name not in _NAMED_LENGTHS:
-        raise ValueError(
-            f"--training.dataset_path {path}: neither a JSON file nor one of {', '.join(_NAMED_LENGTHS)}"
-        )
+        raise ValueError(f"--training.dataset_path {path}: neither a JSON file nor one of {', '.join(_NAMED_LENGTHS)}")
     n = int(rest[0]) if rest else 100_000
     scale = float(rest[1]) if len(rest) > 1 else 1.0
     p, tokens = np.array(_NAMED_LENGTHS[name]).T

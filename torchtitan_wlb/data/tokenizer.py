@@ -53,9 +53,7 @@ class Tokenizer:
             self._encoding = _from_name(name)
         if self._encoding is not None:
             special = self._encoding._special_tokens
-            self.eos_id = special.get(
-                "<|end_of_text|>", special.get("<|endoftext|>", self._encoding.n_vocab - 1)
-            )
+            self.eos_id = special.get("<|end_of_text|>", special.get("<|endoftext|>", self._encoding.n_vocab - 1))
             self.bos_id = special.get("<|begin_of_text|>", self.eos_id)
             self.n_ids = self._encoding.n_vocab
         self.padded_vocab_size = -(-self.n_ids // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
@@ -97,6 +95,4 @@ def _from_rank_file(path: Path):
     n = len(ranks)
     special = {"<|begin_of_text|>": n, "<|end_of_text|>": n + 1}
     special |= {f"<|reserved_special_token_{i}|>": n + i for i in range(2, _LLAMA3_SPECIAL_TOKENS)}
-    return tiktoken.Encoding(
-        path.name, pat_str=_LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special
-    )
+    return tiktoken.Encoding(path.name, pat_str=_LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special)

@@ -39,9 +39,7 @@ def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments) 
 
         qs, ks, vs = (x.transpose(0, 1)[None] for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
         mask = causal_lower_right(q1 - q0, k1 - k0)
-        out[q0:q1] = F.scaled_dot_product_attention(qs, ks, vs, attn_mask=mask, enable_gqa=True)[0].transpose(
-            0, 1
-        )
+        out[q0:q1] = F.scaled_dot_product_attention(qs, ks, vs, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
     return out
 
 
@@ -66,9 +64,7 @@ class _CpuAttention(torch.autograd.Function):
             if rest:
                 ((o2, l2),) = rest
                 merged = torch.logaddexp(l, l2)
-                o = o * (l - merged).exp()[..., None].to(o.dtype) + o2 * (l2 - merged).exp()[..., None].to(
-                    o.dtype
-                )
+                o = o * (l - merged).exp()[..., None].to(o.dtype) + o2 * (l2 - merged).exp()[..., None].to(o.dtype)
                 l = merged
             out[q0:q1] = o[0].transpose(0, 1)
             lse[:, q0:q1] = l[0]
@@ -83,9 +79,7 @@ class _CpuAttention(torch.autograd.Function):
         for q0, q1, k0, k1 in ctx.segments:
             g, o, l = _bhtd(grad_out, q0, q1), _bhtd(out, q0, q1), lse[None, :, q0:q1]
             for a, b, causal in _parts(q0, q1, k0, k1):
-                gq, gk, gv = _flash_cpu_backward(
-                    g, _bhtd(q, q0, q1), _bhtd(k, a, b), _bhtd(v, a, b), o, l, 0.0, causal
-                )
+                gq, gk, gv = _flash_cpu_backward(g, _bhtd(q, q0, q1), _bhtd(k, a, b), _bhtd(v, a, b), o, l, 0.0, causal)
                 dq[q0:q1] += gq[0].transpose(0, 1)
                 dk[a:b] += gk[0].transpose(0, 1)
                 dv[a:b] += gv[0].transpose(0, 1)
@@ -116,8 +110,7 @@ def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments
     assert segments[0][0] == 0 and segments[-1][1] == n_queries
     keys = torch.cat([torch.arange(k0, k1) for _, _, k0, k1 in segments]).to(k.device, non_blocking=True)
     cu_q, cu_k = (
-        F.pad(x.cumsum(0, dtype=torch.int32), (1, 0)).to(q.device, non_blocking=True)
-        for x in (q_lengths, k_lengths)
+        F.pad(x.cumsum(0, dtype=torch.int32), (1, 0)).to(q.device, non_blocking=True) for x in (q_lengths, k_lengths)
     )
     # The causal switch has changed its name between torch versions: a window of (-1, 0), or is_causal.
     names = inspect.signature(varlen_attn).parameters

@@ -87,9 +87,7 @@ llama_configs = {
 
 def rotary_table(args: ModelArgs, n_positions: int, device: torch.device) -> torch.Tensor:
     """cos and sin of every position and frequency, fp32 [n_positions, 2, head_dim / 2]."""
-    freqs = args.rope_theta ** -(
-        torch.arange(0, args.head_dim, 2, dtype=torch.float64, device=device) / args.head_dim
-    )
+    freqs = args.rope_theta ** -(torch.arange(0, args.head_dim, 2, dtype=torch.float64, device=device) / args.head_dim)
     if s := args.rope_scaling:
         # Wavelengths beyond original / low are stretched by `factor`, those below original / high stay; between, a linear blend.
         turns = s.original_context * freqs / (2 * math.pi)
@@ -172,9 +170,7 @@ class LossHead(nn.Module):
             # Every TP rank needs all tokens for its part of the vocabulary; its gradient is a partial sum over the vocabulary.
             x = x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
             weight = weight.to_local()
-        return chunked_cross_entropy(
-            x[0], weight, labels[0], chunk=self.chunk, n_ids=self.n_ids, group=self.tp_group
-        )
+        return chunked_cross_entropy(x[0], weight, labels[0], chunk=self.chunk, n_ids=self.n_ids, group=self.tp_group)
 
 
 class Transformer(nn.Module):

@@ -32,9 +32,7 @@ class CostModel:
         return self.pair_cost * attended_pairs + self.token_cost * tokens
 
 
-def analytic_cost_model(
-    linear_flops_per_token: float, attention_flops_per_pair: float, device: str
-) -> CostModel:
+def analytic_cost_model(linear_flops_per_token: float, attention_flops_per_pair: float, device: str) -> CostModel:
     """Cost model from forward FLOPs of a model and the rates of a device.
 
     Args:

@@ -89,9 +89,7 @@ _FLAGS = {
 }
 
 
-def reconcile(
-    stored: dict[str, Any], configured: PackingSettings, resolved_only: set[str]
-) -> PackingSettings:
+def reconcile(stored: dict[str, Any], configured: PackingSettings, resolved_only: set[str]) -> PackingSettings:
     """Settings of a resumed run: the stored ones, if the configuration does not ask for others.
 
     Args:
@@ -112,8 +110,7 @@ def reconcile(
     ]
     if differ:
         raise ValueError(
-            "These settings decide which document goes where and cannot change on resume:\n  "
-            + "\n  ".join(differ)
+            "These settings decide which document goes where and cannot change on resume:\n  " + "\n  ".join(differ)
         )
     return kept
 
@@ -161,9 +158,7 @@ class StepPlan:
         """12 hex digits over the spans of all micro-batches in planner order."""
         h = hashlib.blake2b(digest_size=6)
         for mb in self.micro_batches:
-            h.update(
-                np.array([(len(mb), 0, 0), *((s.id, s.start, s.stop) for s in mb)], dtype=np.int64).tobytes()
-            )
+            h.update(np.array([(len(mb), 0, 0), *((s.id, s.start, s.stop) for s in mb)], dtype=np.int64).tobytes())
         return h.hexdigest()
 
 

@@ -21,9 +21,7 @@ class ParallelDims:
     pp: int
 
     @classmethod
-    def resolve(
-        cls, *, dp_replicate: int, dp_shard: int, cp: int, tp: int, pp: int, world_size: int
-    ) -> "ParallelDims":
+    def resolve(cls, *, dp_replicate: int, dp_shard: int, cp: int, tp: int, pp: int, world_size: int) -> "ParallelDims":
         """Degrees with dp_shard = -1 replaced by all ranks that are left (at least 1)."""
         if dp_shard == -1:
             dp_shard = max(1, world_size // (dp_replicate * cp * tp * pp))
@@ -62,10 +60,7 @@ class ParallelDims:
         import torch.distributed as dist
 
         ranks = (
-            np.arange(self.world_size)
-            .reshape(self.pp, self.dp, self.cp, self.tp)
-            .swapaxes(2, 3)
-            .reshape(-1, self.cp)
+            np.arange(self.world_size).reshape(self.pp, self.dp, self.cp, self.tp).swapaxes(2, 3).reshape(-1, self.cp)
         )
         return dist.new_subgroups_by_enumeration(ranks.tolist())[0]
 

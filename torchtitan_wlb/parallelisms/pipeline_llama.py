@@ -101,9 +101,7 @@ class Pipeline:
         device = micro_batches[0].tokens.device
         return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=device)
 
-    def _run_schedule(
-        self, micro_batches: list[MicroBatch], loss_scale: float, losses: list[torch.Tensor]
-    ) -> None:
+    def _run_schedule(self, micro_batches: list[MicroBatch], loss_scale: float, losses: list[torch.Tensor]) -> None:
         assert self._schedule is not None
         for stage in self._stages:
             stage.has_backward = self._schedule._has_backward
@@ -134,20 +132,14 @@ class Pipeline:
         """This rank's share of the mean loss, forward only. Call between steps, never inside one: the schedule initialises its stages anew."""
         with _evaluation(self.models):
             if self._schedule is None:
-                return torch.stack(
-                    [self.models[0](mb.tokens, **_kwargs(mb, loss_scale)) for mb in micro_batches]
-                ).sum()
+                return torch.stack([self.models[0](mb.tokens, **_kwargs(mb, loss_scale)) for mb in micro_batches]).sum()
             losses: list[torch.Tensor] = []
             self._schedule._has_backward = False
             try:
                 self._run_schedule(micro_batches, loss_scale, losses)
             finally:
                 self._schedule._has_backward = True
-            return (
-                torch.stack(losses).sum()
-                if losses
-                else torch.zeros((), device=micro_batches[0].tokens.device)
-            )
+            return torch.stack(losses).sum() if losses else torch.zeros((), device=micro_batches[0].tokens.device)
 
 
 @contextlib.contextmanager

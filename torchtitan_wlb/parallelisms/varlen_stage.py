@@ -42,9 +42,7 @@ class VarlenStage(PipelineStage):
         loss = torch.empty((), device="meta", requires_grad=True)
         inputs = tokens if stage_index == 0 else hidden
         outputs = loss if stage_index == n_stages - 1 else hidden
-        super().__init__(
-            submodule, stage_index, n_stages, device, input_args=inputs, output_args=outputs, group=group
-        )
+        super().__init__(submodule, stage_index, n_stages, device, input_args=inputs, output_args=outputs, group=group)
         self._dtype, self._dim = dtype, dim
         self._static = (extract_tensor_metas((inputs,)), extract_tensor_metas((outputs,)))
 
@@ -53,12 +51,8 @@ class VarlenStage(PipelineStage):
         self.chunks = len(lengths)
         self._stage_meta.inputs, self._stage_meta.outputs = self._static
         self.act_send_info = {0: [] if self.is_last else [self.stage_index + 1]}
-        self.args_recv_info = {
-            i: self._infos(t, self.stage_index - 1, self.is_first) for i, t in enumerate(lengths)
-        }
-        self.grad_recv_info = {
-            i: self._infos(t, self.stage_index + 1, self.is_last) for i, t in enumerate(lengths)
-        }
+        self.args_recv_info = {i: self._infos(t, self.stage_index - 1, self.is_first) for i, t in enumerate(lengths)}
+        self.grad_recv_info = {i: self._infos(t, self.stage_index + 1, self.is_last) for i, t in enumerate(lengths)}
         self.grad_send_info = None
         gradient = (
             None

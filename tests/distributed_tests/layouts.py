@@ -1,0 +1,164 @@
+"""Train one step in a layout with the code that train.py uses, and write down what every rank saw."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from torchtitan_wlb.context_parallel.selection import choose_plan
+from torchtitan_wlb.data.micro_batch import pack_documents, padded_length
+from torchtitan_wlb.models.attention import sdpa
+from torchtitan_wlb.models.llama import ModelArgs, Transformer
+from torchtitan_wlb.parallelisms.distributed import clip_grad_norm, gather_step
+from torchtitan_wlb.parallelisms.parallel_dims import ParallelDims
+from torchtitan_wlb.parallelisms.parallelize_llama import parallelize_llama
+from torchtitan_wlb.parallelisms.pipeline_llama import Pipeline, my_stages, split_layers
+
+N_IDS = 259
+ARGS = ModelArgs(dim=64, n_layers=5, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=384)
+MAX_POSITION, MULTIPLE, LOSS_CHUNK, SEED = 256, 12, 48, 7
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout and how its micro-batches are cut."""
+
+    name: str
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    m: int = 2
+    schedule: str = "1F1B"
+    sharding: str = "per_document"
+    ac_mode: str = "none"
+
+    @property
+    def dims(self) -> ParallelDims:
+        return ParallelDims(dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, cp=self.cp, tp=self.tp, pp=self.pp)
+
+
+def make_documents() -> list[tuple[np.ndarray, np.ndarray]]:
+    """(tokens, labels) of documents of 1 to 201 tokens, nothing divisible by anything; the first two identical, the last three
+    without any valid label (long enough that a whole rank can be without)."""
+    rng = np.random.default_rng(3)
+    documents = []
+    for length in (53, 53, 201, 1, 2, 97, 31, 7, 13, 11, 64, 5, 45, 3, 19):
+        tokens = rng.integers(0, N_IDS, length)
+        documents.append((tokens, np.append(tokens[1:], -100)))
+    documents[1] = documents[0]
+    for i in (-3, -2, -1):
+        documents[i] = (documents[i][0], np.full(len(documents[i][0]), -100))
+    return documents
+
+
+def group_documents(n: int, m: int, count: int) -> list[list[int]]:
+    """Deal documents to n micro-batches of very unequal length: long ones together, the unlabelled ones alone in the last one
+    (in the last m, if there are several data-parallel ranks)."""
+    unlabelled = [count - 3, count - 2, count - 1]
+    rest = list(range(count - 3))
+    last = m if n > m else 1
+    groups: list[list[int]] = [[] for _ in range(n)]
+    for j, i in enumerate(unlabelled):
+        groups[n - 1 - j % last].append(i)
+    head = n - last
+    for j, i in enumerate(rest):
+        groups[0 if j < 6 else j % head].append(i)
+    return groups
+
+
+def run_case(case: Case, documents, flip: tuple[int, int] | None, out: Path) -> None:
+    """One step with all gradients, then the same step again with token flip = (document, position) changed."""
+    dims, device = case.dims, torch.device("cpu")
+    rank = dist.get_rank()
+    my = dims.coordinates(rank)
+    mesh, cp_group = dims.build_mesh("cpu"), dims.build_cp_group()
+    n_stages, mine = my_stages(my["pp"], dims.pp, case.schedule, 2)
+    stages = split_layers(ARGS.n_layers, n_stages, 1.0, 0.5)
+    models = []
+    for i in mine:
+        with torch.device("meta"):
+            model = Transformer(ARGS, n_ids=N_IDS, max_position=MAX_POSITION, loss_chunk=LOSS_CHUNK, layers=stages[i])
+        parallelize_llama(
+            model, mesh, dims, cp_group,
+            kernel=sdpa, param_dtype=torch.float32, reduce_dtype=torch.float32,
+            ac_mode=case.ac_mode, reshard_after_forward=dims.pp == 1,
+        )  # fmt: skip
+        model.to_empty(device=device)
+        model.init_weights(SEED, device)
+        models.append(model)
+    pipeline = Pipeline(
+        models, stage_indices=mine, n_stages=n_stages, schedule=case.schedule, n_micro_batches=case.m,
+        mesh=mesh, device=device, dtype=torch.float32, dim=ARGS.dim, tp=dims.tp,
+    )  # fmt: skip
+
+    hidden: list[torch.Tensor] = []
+    if models[-1].norm is not None:
+
+        def keep(_module, _args, output):
+            output = output.to_local() if isinstance(output, DTensor) else output
+            hidden.append(output.detach()[0].clone())
+
+        models[-1].norm.register_forward_hook(keep)
+
+    groups = group_documents(case.m * dims.dp, case.m, len(documents))
+    my_groups = groups[my["dp"] * case.m : (my["dp"] + 1) * case.m]
+    n_targets = sum(int((labels != -100).sum()) for _, labels in documents)
+    saved = {"hidden": [], "owners": [], "gradients": {}}
+
+    def step(docs) -> torch.Tensor:
+        micro_batches, owners = [], []
+        for group in my_groups:
+            lengths = [len(docs[i][0]) for i in group]
+            total = padded_length(sum(lengths), dims.cp, dims.tp, MULTIPLE)
+            plan = choose_plan(lengths, total, dims.cp, case.sharding, tile=1)
+            micro_batches.append(pack_documents([docs[i][0] for i in group], [docs[i][1] for i in group], plan, my["cp"]))
+            # (document, position) of every local token under sequence parallelism; -1 for padding
+            owner = np.concatenate([[(i, t) for i, d in zip(group, lengths) for t in range(d)], np.full((total - sum(lengths), 2), -1)])
+            owners.append(owner[plan.token_index(my["cp"])].reshape(dims.tp, -1, 2)[my["tp"]])
+        hidden.clear()
+        loss = pipeline.forward_backward(micro_batches, 1.0 / n_targets)
+        if hidden:
+            saved["hidden"].append(list(hidden))
+            saved["owners"] = owners
+        return loss
+
+    loss = step(documents)
+    parameters = {name: p for model in models for name, p in model.named_parameters()}
+    for name, p in parameters.items():
+        assert p.grad is not None, f"{case.name}: rank {rank} has no gradient for {name}"
+        full = p.grad.full_tensor()
+        if my["dp"] == my["cp"] == my["tp"] == 0:
+            saved["gradients"][name.replace("_checkpoint_wrapped_module.", "")] = full
+    saved["grad_norm"] = clip_grad_norm(list(parameters.values()), 0.0, device).item()
+    counted = loss if my["tp"] == 0 else torch.zeros_like(loss)
+    saved["loss"] = gather_step(counted, "0" * 12, (1.0, 1.0), {}, counts=True, all_kinds=()).loss
+    for p in parameters.values():
+        p.grad = None
+    if flip is not None:
+        tokens = documents[flip[0]][0].copy()
+        tokens[flip[1]] = (tokens[flip[1]] + 1) % N_IDS
+        step([(tokens, d[1]) if i == flip[0] else d for i, d in enumerate(documents)])
+    torch.save(saved, out / f"{case.name}-{rank}.pt")
+    for p in parameters.values():
+        p.grad = None
+
+
+def run_cases(cases: list[Case], flip, out: Path) -> None:
+    documents = make_documents()
+    for case in cases:
+        run_case(case, documents, flip, out)
+
+
+def initial_weights() -> dict[str, torch.Tensor]:
+    """The weights that every layout starts from, made without any parallelism."""
+    model = Transformer(ARGS, n_ids=N_IDS, max_position=MAX_POSITION)
+    model.init_weights(SEED, torch.device("cpu"))
+    return dict(model.named_parameters())
+
+
+__all__ = ["ARGS", "MAX_POSITION", "N_IDS", "Case", "initial_weights", "make_documents", "replace", "run_cases"]

@@ -1,0 +1,110 @@
+"""One truth for all layouts: losses, gradients and outputs against a plain implementation that runs each document alone.
+
+Every case trains one step with the code of train.py in real gloo processes. Layouts of the same number of processes share one spawn.
+"""
+
+import pytest
+import torch
+
+from tests.distributed_tests.layouts import ARGS, N_IDS, Case, initial_weights, make_documents, run_cases
+from tests.distributed_tests.ranks import run_ranks
+from tests.distributed_tests.reference import hidden_states, loss_and_gradients
+
+CASES = {
+    1: [Case("one"), Case("one-ac", ac_mode="full")],
+    2: [
+        Case("dp2", dp_shard=2),
+        Case("tp2", tp=2),
+        Case("cp2-document", cp=2),
+        Case("cp2-sequence", cp=2, sharding="per_sequence"),
+        Case("pp2", pp=2, m=4),
+        Case("pp2-ac", pp=2, m=4, ac_mode="full"),
+        Case("pp2-interleaved", pp=2, m=4, schedule="Interleaved1F1B"),
+        Case("pp2-gpipe", pp=2, m=3, schedule="GPipe"),
+    ],
+    4: [
+        Case("hsdp2x2", dp_replicate=2, dp_shard=2),
+        Case("tp4-kv2", tp=4),
+        Case("cp4-document", cp=4),
+        Case("cp4-sequence", cp=4, sharding="per_sequence"),
+        Case("pp4", pp=4, m=5),
+        Case("pp2cp2", pp=2, cp=2, m=4),
+        Case("dp2cp2", dp_shard=2, cp=2),
+        Case("tp2cp2", tp=2, cp=2),
+    ],
+    8: [Case("pp2tp2cp2", pp=2, tp=2, cp=2, m=4)],
+}  # fmt: skip
+ALL = [case.name for cases in CASES.values() for case in cases]
+FLIPPED = (2, 100)  # token 100 of the document of 201 tokens
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """{case: what each rank saved}; every number of processes is spawned once, when its first case is asked for."""
+    out = tmp_path_factory.mktemp("layouts")
+    done: dict[int, bool] = {}
+
+    def get(name: str) -> list[dict]:
+        world_size, cases = next((w, cs) for w, cs in CASES.items() if name in [c.name for c in cs])
+        if world_size not in done:
+            done[world_size] = False
+            run_ranks(world_size, run_cases, cases, FLIPPED, out)
+            done[world_size] = True
+        return [torch.load(out / f"{name}-{rank}.pt", weights_only=False) for rank in range(world_size)]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def truth():
+    documents = [(torch.from_numpy(t), torch.from_numpy(y)) for t, y in make_documents()]
+    weights = initial_weights()
+    loss, exact = loss_and_gradients(weights, ARGS, N_IDS, documents, torch.float64)
+    _, single = loss_and_gradients(weights, ARGS, N_IDS, documents, torch.float32)
+    bounds = {n: max(1e-5, 3 * ((single[n] - g).norm() / g.norm()).item()) for n, g in exact.items()}
+    hidden = {i: hidden_states({n: w.double() for n, w in weights.items()}, ARGS, t) for i, (t, _) in enumerate(documents)}
+    return loss, exact, bounds, hidden
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_gradients_equal_the_reference(results, truth, name):
+    loss, exact, bounds, _ = truth
+    ranks = results(name)
+    gradients = {n: g for rank in ranks for n, g in rank["gradients"].items()}
+    assert gradients.keys() == exact.keys()
+    for n, g in exact.items():
+        assert gradients[n].abs().max() > 0, f"{n} is all zero"
+        error = ((gradients[n].double() - g).norm() / g.norm()).item()
+        assert error <= bounds[n], f"{n}: {error:.2e} > {bounds[n]:.2e}"
+    norm = sum(g.square().sum() for g in exact.values()).sqrt().item()
+    for rank in ranks:
+        assert rank["loss"] == pytest.approx(loss, rel=2e-6)
+        assert rank["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def _outputs(ranks: list[dict], run: int) -> dict[tuple[int, int], torch.Tensor]:
+    """{(document, position): normed hidden state} collected from all ranks with the last stage."""
+    found = {}
+    for rank in ranks:
+        for owners, hidden in zip(rank["owners"], rank["hidden"][run] if rank["hidden"] else []):
+            for (doc, position), h in zip(owners.tolist(), hidden):
+                if doc >= 0:
+                    assert (doc, position) not in found
+                    found[doc, position] = h
+    return found
+
+
+@pytest.mark.parametrize("name", [n for n in ALL if not n.endswith("-ac")])
+def test_nothing_leaks_between_documents(results, truth, name):
+    ranks = results(name)
+    before, after = _outputs(ranks, 0), _outputs(ranks, 1)
+    documents = make_documents()
+    assert before.keys() == after.keys() == {(i, t) for i, (d, _) in enumerate(documents) for t in range(len(d))}
+    for (doc, position), h in before.items():
+        affected = doc == FLIPPED[0] and position >= FLIPPED[1]
+        assert torch.equal(h, after[doc, position]) != affected, f"document {doc} position {position}"
+    hidden = truth[3]
+    for (doc, position), h in before.items():
+        assert (h - hidden[doc][position]).abs().max() < 1e-4
+    for position in range(len(documents[0][0])):
+        assert (before[0, position] - before[1, position]).abs().max() < 1e-6
