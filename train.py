@@ -98,7 +98,7 @@ def main(config: JobConfig) -> None:
         parallelism.pipeline_parallel_stages_per_rank,
     )
     if problems := batch_problems(settings.n, dims, parallelism.pipeline_parallel_schedule, n_stages):
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
 
     # Loader workers start here, before CUDA and process groups.
     layout = Layout(

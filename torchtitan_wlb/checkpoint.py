@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from torchtitan_wlb.config import ConfigError
 from torchtitan_wlb.logger import logger
 from torchtitan_wlb.optimizer import Optimizers
 
@@ -30,7 +31,7 @@ def find_checkpoint(folder: Path, load_step: int = -1) -> Path | None:
     """The checkpoint to resume from: a given step, or the newest complete one; None for a fresh run.
 
     Raises:
-        ValueError: the given step does not exist or is not complete, naming those that are.
+        ConfigError: the given step does not exist or is not complete, naming those that are.
     """
     steps = sorted(
         int(p.name.removeprefix("step-")) for p in folder.glob("step-*") if p.name.removeprefix("step-").isdigit()
@@ -39,7 +40,7 @@ def find_checkpoint(folder: Path, load_step: int = -1) -> Path | None:
     for s in set(steps) - set(complete):
         logger.warning(f"{folder / f'step-{s}'} is not a complete checkpoint and is passed over")
     if load_step != -1 and load_step not in complete:
-        raise ValueError(
+        raise ConfigError(
             f"--checkpoint.load_step {load_step}: complete checkpoints in {folder}: {', '.join(map(str, complete)) or 'none'}"
         )
     if not complete:

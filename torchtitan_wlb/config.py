@@ -9,6 +9,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 
+class ConfigError(ValueError):
+    """Everything that is wrong with a configuration, in one message."""
+
+    def __init__(self, *problems: str):
+        super().__init__("\n".join(["The configuration cannot run:", *(f"  - {p}" for p in problems)]))
+
+
 @dataclass
 class Job:
     config_file: str = ""

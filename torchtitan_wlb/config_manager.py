@@ -11,25 +11,19 @@ import difflib
 import math
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
-from torchtitan_wlb.config import JobConfig
+from torchtitan_wlb.config import ConfigError, JobConfig
 from torchtitan_wlb.parallelisms.parallel_dims import ParallelDims, schedule_problem
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-
-class ConfigError(ValueError):
-    """Everything that is wrong with a configuration, in one message."""
-
-    def __init__(self, problems: list[str]):
-        super().__init__("\n".join(["The configuration cannot run:", *(f"  - {p}" for p in problems)]))
 
 
 _SECTIONS = {f.name: f.type for f in dataclasses.fields(JobConfig)}
@@ -65,7 +59,7 @@ def load_config(argv: list[str]) -> JobConfig:
             name = ".".join(str(x) for x in e["loc"])
             problems.append(f"{name} = {e['input']!r}: {e['msg'][0].lower()}{e['msg'][1:]}")
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     return config
 
 
@@ -166,7 +160,7 @@ def validate(config: JobConfig, world_size: int) -> ParallelDims:
         f"--parallelism.data_parallel_shard_degree {shard}: must be -1 or at least 1",
     )
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     dims = ParallelDims.resolve(
         dp_replicate=p.data_parallel_replicate_degree,
         dp_shard=shard,
@@ -260,7 +254,7 @@ def validate(config: JobConfig, world_size: int) -> ParallelDims:
     check(0 < r.decay_ratio <= 1, f"--lr_scheduler.decay_ratio {r.decay_ratio}: must lie in (0, 1]")
     check(r.warmup_steps >= 0, f"--lr_scheduler.warmup_steps {r.warmup_steps}: must be 0 or more")
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     return dims
 
 
@@ -299,7 +293,12 @@ def source_problems(section: str, names, paths, weights) -> list[str]:
 
 
 def exit_on_config_error(error: ConfigError) -> None:
-    """Print the message once (rank 0) and leave with status 2 on every rank."""
+    """Print the message once (rank 0) and leave with status 2 on every rank.
+
+    The launcher stops all ranks when the first one fails, so the others give rank 0 time to print.
+    """
     if int(os.environ.get("RANK", 0)) == 0:
         print(error, file=sys.stderr, flush=True)
+    else:
+        time.sleep(30)
     sys.exit(2)

@@ -116,9 +116,13 @@ def run_case(case: Case, documents, flip: tuple[int, int] | None, out: Path) -> 
             lengths = [len(docs[i][0]) for i in group]
             total = padded_length(sum(lengths), dims.cp, dims.tp, MULTIPLE)
             plan = choose_plan(lengths, total, dims.cp, case.sharding, tile=1)
-            micro_batches.append(pack_documents([docs[i][0] for i in group], [docs[i][1] for i in group], plan, my["cp"]))
+            micro_batches.append(
+                pack_documents([docs[i][0] for i in group], [docs[i][1] for i in group], plan, my["cp"])
+            )
             # (document, position) of every local token under sequence parallelism; -1 for padding
-            owner = np.concatenate([[(i, t) for i, d in zip(group, lengths) for t in range(d)], np.full((total - sum(lengths), 2), -1)])
+            owner = np.concatenate(
+                [[(i, t) for i, d in zip(group, lengths) for t in range(d)], np.full((total - sum(lengths), 2), -1)]
+            )
             owners.append(owner[plan.token_index(my["cp"])].reshape(dims.tp, -1, 2)[my["tp"]])
         hidden.clear()
         loss = pipeline.forward_backward(micro_batches, 1.0 / n_targets)

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torchtitan_wlb.models.llama", "torchtitan_wlb.parallelisms.parallelize_llama"])
+_context.set_forkserver_preload(
+    ["torch", "torchtitan_wlb.models.llama", "torchtitan_wlb.parallelisms.parallelize_llama"]
+)
 
 
 def _enter(function, rank: int, world_size: int, port: int, args, failures) -> None:
@@ -37,7 +39,9 @@ def run_ranks(world_size: int, function, *args, timeout: float = 240) -> None:
         s.bind(("localhost", 0))
         port = s.getsockname()[1]
     failures = _context.SimpleQueue()
-    ranks = [_context.Process(target=_enter, args=(function, r, world_size, port, args, failures)) for r in range(world_size)]
+    ranks = [
+        _context.Process(target=_enter, args=(function, r, world_size, port, args, failures)) for r in range(world_size)
+    ]
     for p in ranks:
         p.start()
     deadline = time.monotonic() + timeout

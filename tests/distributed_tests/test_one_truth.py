@@ -62,7 +62,9 @@ def truth():
     loss, exact = loss_and_gradients(weights, ARGS, N_IDS, documents, torch.float64)
     _, single = loss_and_gradients(weights, ARGS, N_IDS, documents, torch.float32)
     bounds = {n: max(1e-5, 3 * ((single[n] - g).norm() / g.norm()).item()) for n, g in exact.items()}
-    hidden = {i: hidden_states({n: w.double() for n, w in weights.items()}, ARGS, t) for i, (t, _) in enumerate(documents)}
+    hidden = {
+        i: hidden_states({n: w.double() for n, w in weights.items()}, ARGS, t) for i, (t, _) in enumerate(documents)
+    }
     return loss, exact, bounds, hidden
 
 

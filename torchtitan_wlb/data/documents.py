@@ -19,7 +19,9 @@ from pathlib import Path
 import numpy as np
 from filelock import FileLock
 
+from torchtitan_wlb.config import ConfigError
 from torchtitan_wlb.data.sources import SOURCES, source_identity, synthetic_lengths
+from torchtitan_wlb.data.token_store import ArrowTokens, FlatTokens, SyntheticTokens
 from torchtitan_wlb.data.tokenizer import Tokenizer
 from torchtitan_wlb.logger import logger
 
@@ -38,84 +40,6 @@ class SourceSpec:
     long_documents: str
 
 
-# ---------------------------------------------------------------------------------------------- token stores
-
-
-class ArrowTokens:
-    """Rows of token ids (and optional 0/1 masks) in Arrow files, sliced without copying."""
-
-    def __init__(self, folder: Path):
-        import pyarrow as pa
-
-        self._ids: list[tuple[np.ndarray, np.ndarray]] = []
-        self._masks: list[tuple[np.ndarray, np.ndarray]] = []
-        for path in sorted(folder.glob("*.arrow")):
-            table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
-            for name, chunks in (("input_ids", self._ids), ("loss_mask", self._masks)):
-                if name in table.column_names:
-                    for c in table.column(name).chunks:
-                        chunks.append((c.values.to_numpy(zero_copy_only=True), c.offsets.to_numpy()))
-        self._first = np.cumsum([0, *(len(offsets) - 1 for _, offsets in self._ids)])
-        self.has_mask = bool(self._masks)
-
-    @cached_property
-    def row_lengths(self) -> np.ndarray:
-        return np.concatenate([np.zeros(0, np.int32), *(np.diff(offsets) for _, offsets in self._ids)]).astype(np.int32)
-
-    def _slice(self, chunks, row: int, start: int, stop: int) -> np.ndarray:
-        c = int(np.searchsorted(self._first, row, side="right")) - 1
-        values, offsets = chunks[c]
-        first = int(offsets[row - self._first[c]])
-        return values[first + start : first + stop]
-
-    def tokens(self, row: int, start: int, stop: int) -> np.ndarray:
-        return self._slice(self._ids, row, start, stop)
-
-    def mask(self, row: int, start: int, stop: int) -> np.ndarray:
-        return self._slice(self._masks, row, start, stop)
-
-
-class FlatTokens:
-    """A flat file X.bin of ids with X.json beside it: {"dtype": "uint16", "lengths": [...]}."""
-
-    has_mask = False
-
-    def __init__(self, path: Path):
-        header = json.loads(path.with_suffix(".json").read_text())
-        self._ids = np.memmap(path, dtype=header["dtype"], mode="r")
-        self.row_lengths = np.asarray(header["lengths"], dtype=np.int32)
-        self._offsets = np.concatenate([[0], np.cumsum(self.row_lengths, dtype=np.int64)])
-        if self._offsets[-1] != len(self._ids):
-            raise ValueError(
-                f"{path}: {len(self._ids)} ids, but the lengths in {path.with_suffix('.json')} add up to {self._offsets[-1]}"
-            )
-
-    def tokens(self, row: int, start: int, stop: int) -> np.ndarray:
-        first = self._offsets[row]
-        return self._ids[first + start : first + stop].astype(np.int32)
-
-    def mask(self, row: int, start: int, stop: int) -> np.ndarray:
-        raise NotImplementedError("a flat token file has no loss mask")
-
-
-class SyntheticTokens:
-    """Random bytes with given lengths, made when they are read."""
-
-    has_mask = False
-
-    def __init__(self, lengths: np.ndarray):
-        self.row_lengths = lengths
-
-    def tokens(self, row: int, start: int, stop: int) -> np.ndarray:
-        return np.random.default_rng(row).integers(0, 256, stop, dtype=np.int32)[start:]
-
-    def mask(self, row: int, start: int, stop: int) -> np.ndarray:
-        raise NotImplementedError("synthetic documents have no loss mask")
-
-
-# ------------------------------------------------------------------------------------------------ preparation
-
-
 def prepare(spec: SourceSpec, tokenizer: Tokenizer, cache: str, num_proc: int = 1) -> tuple[Path, Path]:
     """Make sure that a source is tokenised and its document table exists.
 
@@ -123,7 +47,7 @@ def prepare(spec: SourceSpec, tokenizer: Tokenizer, cache: str, num_proc: int = 
         (token folder, table file) in the cache; the table file has a JSON twin with the counts of the policy.
 
     Raises:
-        ValueError: no file, no such column, no document left.
+        ConfigError: no file, no such column, no document left.
     """
     text_only = tokenizer.fingerprint if SOURCES[spec.name].kind == "text" else ""
     identity = f"{source_identity(spec.name, spec.path)} {spec.column} {spec.loss_mask_column} {text_only}"
@@ -151,8 +75,9 @@ def _prepare_tokens(spec: SourceSpec, tokenizer: Tokenizer, folder: Path, num_pr
     wanted = [c for c in (spec.column, spec.loss_mask_column) if c]
     missing = [c for c in wanted if c not in raw.column_names]
     if missing:
-        raise ValueError(
-            f"{spec.name} {spec.path} has no column {', '.join(missing)}; columns: {', '.join(raw.column_names)}"
+        raise ConfigError(
+            f"--training.dataset_column / loss_mask_column {', '.join(missing)}: not in {spec.name} {spec.path}, "
+            f"which has {', '.join(raw.column_names)}"
         )
     from datasets import Features, List, Value
 
@@ -232,7 +157,7 @@ def _prepare_table(spec: SourceSpec, folder: Path, table: Path) -> None:
     rows = np.column_stack([rows, targets])[keep].astype(np.int32)
     counts |= {"documents": len(rows), "tokens": int((rows[:, STOP] - rows[:, START]).sum())}
     if not len(rows):
-        raise ValueError(f"{spec.name} {spec.path}: no document with a target is left ({counts})")
+        raise ConfigError(f"--training.dataset {spec.name} {spec.path}: no document with a target is left ({counts})")
     table.with_suffix(".json").write_text(json.dumps(asdict(spec) | {"counts": counts}))
     part = table.with_suffix(".part.npy")
     np.save(part, np.ascontiguousarray(rows.T))
@@ -265,9 +190,6 @@ def apply_length_policy(lengths: np.ndarray, seq_len: int, policy: str) -> tuple
     piece = np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     start = piece * seq_len
     return np.column_stack([row, start, np.minimum(start + seq_len, lengths[row])]), counts
-
-
-# -------------------------------------------------------------------------------------------------- documents
 
 
 class Documents:

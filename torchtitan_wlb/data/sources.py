@@ -17,6 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
+from torchtitan_wlb.config import ConfigError
+
 
 @dataclass(frozen=True)
 class Source:
@@ -88,7 +90,7 @@ def source_identity(name: str, path: str) -> str:
     """A string that changes whenever the documents of a source could have changed: names, sizes and times of its files.
 
     Raises:
-        ValueError: the path matches no file.
+        ConfigError: the path matches no file.
     """
     if name.startswith("stdlib"):
         return f"{name} {sys.version}"
@@ -97,7 +99,7 @@ def source_identity(name: str, path: str) -> str:
         return f"{name} {path} {Path(path).stat().st_size if is_file else ''}"
     shards = SOURCES[name].shards(path)
     if not shards:
-        raise ValueError(f"--training.dataset_path {path}: no file found for --training.dataset {name}")
+        raise ConfigError(f"--training.dataset_path {path}: no file found for --training.dataset {name}")
     stats = [(p, Path(p).stat().st_size, Path(p).stat().st_mtime_ns) for p in shards]
     return f"{name} {stats}"
 
@@ -119,13 +121,13 @@ def synthetic_lengths(path: str) -> np.ndarray:
         path: a JSON list of lengths, or NAME[:n[:scale]] with NAME one of the built-in distributions; scale multiplies all lengths.
 
     Raises:
-        ValueError: neither.
+        ConfigError: neither.
     """
     if Path(path).is_file():
         return np.asarray(json.loads(Path(path).read_text()), dtype=np.int32)
     name, *rest = path.split(":")
     if name not in _NAMED_LENGTHS:
-        raise ValueError(f"--training.dataset_path {path}: neither a JSON file nor one of {', '.join(_NAMED_LENGTHS)}")
+        raise ConfigError(f"--training.dataset_path {path}: neither a JSON file nor one of {', '.join(_NAMED_LENGTHS)}")
     n = int(rest[0]) if rest else 100_000
     scale = float(rest[1]) if len(rest) > 1 else 1.0
     p, tokens = np.array(_NAMED_LENGTHS[name]).T

@@ -7,6 +7,8 @@ ids rounded up to a multiple of 128, whatever the layout, so that checkpoints fi
 import hashlib
 from pathlib import Path
 
+from torchtitan_wlb.config import ConfigError
+
 VOCAB_MULTIPLE = 128
 
 # Word boundaries of Llama-3's tokenizer; the rank file holds only the merges.
@@ -37,7 +39,7 @@ class Tokenizer:
         fingerprint: changes whenever the ids of a text could change.
 
     Raises:
-        ValueError: neither a known name nor a file.
+        ConfigError: neither a known name nor a file.
     """
 
     def __init__(self, name: str, add_bos: bool = True, add_eos: bool = True):
@@ -81,7 +83,7 @@ def _from_name(name: str):
     import tiktoken
 
     if name not in tiktoken.list_encoding_names():
-        raise ValueError(
+        raise ConfigError(
             f"--model.tokenizer {name}: not a file; legal names are bytes, {', '.join(tiktoken.list_encoding_names())}"
         )
     return tiktoken.get_encoding(name)

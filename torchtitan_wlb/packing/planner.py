@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_wlb.config import Packing, Training
+from torchtitan_wlb.config import ConfigError, Packing, Training
 from torchtitan_wlb.data.sampler import DocumentOrder
 from torchtitan_wlb.packing.cost_model import CostModel, imbalance
 from torchtitan_wlb.packing.outlier_queue import Span
@@ -98,7 +98,7 @@ def reconcile(stored: dict[str, Any], configured: PackingSettings, resolved_only
         resolved_only: fields that the configuration leaves to be resolved (such as n = -1); they are taken as stored.
 
     Raises:
-        ValueError: every field that was configured differently, with both values and the flag.
+        ConfigError: every field that was configured differently, with both values and the flag.
     """
     kept = PackingSettings(
         **{f.name: tuple(v) if isinstance(v := stored[f.name], list) else v for f in fields(PackingSettings)}
@@ -109,9 +109,7 @@ def reconcile(stored: dict[str, Any], configured: PackingSettings, resolved_only
         if f.name not in resolved_only and getattr(kept, f.name) != getattr(configured, f.name)
     ]
     if differ:
-        raise ValueError(
-            "These settings decide which document goes where and cannot change on resume:\n  " + "\n  ".join(differ)
-        )
+        raise ConfigError("on resume nothing that decides which document goes where can change:", *differ)
     return kept
 
 

@@ -1,0 +1,81 @@
+"""Rows of token ids behind one interface: `row_lengths`, `tokens(row, start, stop)`, and `mask(...)` where `has_mask`."""
+
+import json
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from torchtitan_wlb.config import ConfigError
+
+
+class ArrowTokens:
+    """Rows of token ids (and optional 0/1 masks) in Arrow files, sliced without copying."""
+
+    def __init__(self, folder: Path):
+        import pyarrow as pa
+
+        self._ids: list[tuple[np.ndarray, np.ndarray]] = []
+        self._masks: list[tuple[np.ndarray, np.ndarray]] = []
+        for path in sorted(folder.glob("*.arrow")):
+            table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
+            for name, chunks in (("input_ids", self._ids), ("loss_mask", self._masks)):
+                if name in table.column_names:
+                    for c in table.column(name).chunks:
+                        chunks.append((c.values.to_numpy(zero_copy_only=True), c.offsets.to_numpy()))
+        self._first = np.cumsum([0, *(len(offsets) - 1 for _, offsets in self._ids)])
+        self.has_mask = bool(self._masks)
+
+    @cached_property
+    def row_lengths(self) -> np.ndarray:
+        return np.concatenate([np.zeros(0, np.int32), *(np.diff(offsets) for _, offsets in self._ids)]).astype(np.int32)
+
+    def _slice(self, chunks, row: int, start: int, stop: int) -> np.ndarray:
+        c = int(np.searchsorted(self._first, row, side="right")) - 1
+        values, offsets = chunks[c]
+        first = int(offsets[row - self._first[c]])
+        return values[first + start : first + stop]
+
+    def tokens(self, row: int, start: int, stop: int) -> np.ndarray:
+        return self._slice(self._ids, row, start, stop)
+
+    def mask(self, row: int, start: int, stop: int) -> np.ndarray:
+        return self._slice(self._masks, row, start, stop)
+
+
+class FlatTokens:
+    """A flat file X.bin of ids with X.json beside it: {"dtype": "uint16", "lengths": [...]}."""
+
+    has_mask = False
+
+    def __init__(self, path: Path):
+        header = json.loads(path.with_suffix(".json").read_text())
+        self._ids = np.memmap(path, dtype=header["dtype"], mode="r")
+        self.row_lengths = np.asarray(header["lengths"], dtype=np.int32)
+        self._offsets = np.concatenate([[0], np.cumsum(self.row_lengths, dtype=np.int64)])
+        if self._offsets[-1] != len(self._ids):
+            raise ConfigError(
+                f"{path}: {len(self._ids)} ids, but the lengths in {path.with_suffix('.json')} add up to {self._offsets[-1]}"
+            )
+
+    def tokens(self, row: int, start: int, stop: int) -> np.ndarray:
+        first = self._offsets[row]
+        return self._ids[first + start : first + stop].astype(np.int32)
+
+    def mask(self, row: int, start: int, stop: int) -> np.ndarray:
+        raise NotImplementedError("a flat token file has no loss mask")
+
+
+class SyntheticTokens:
+    """Random bytes with given lengths, made when they are read."""
+
+    has_mask = False
+
+    def __init__(self, lengths: np.ndarray):
+        self.row_lengths = lengths
+
+    def tokens(self, row: int, start: int, stop: int) -> np.ndarray:
+        return np.random.default_rng(row).integers(0, 256, stop, dtype=np.int32)[start:]
+
+    def mask(self, row: int, start: int, stop: int) -> np.ndarray:
+        raise NotImplementedError("synthetic documents have no loss mask")
