@@ -1,4 +1,5 @@
-"""Train a Llama on packed documents: `torchrun --nproc-per-node N train.py --job.config_file F.toml [--section.key value ...]`.
+"""Train a Llama on packed documents: `torchrun --nproc-per-node N train.py --job.config_file F.toml [--section.key
+value ...]`.
 
 Read from top to bottom, `main` is one training run.
 """
@@ -25,7 +26,7 @@ from torchtitan_wlb.config_manager import (
 from torchtitan_wlb.context_parallel.selection import QUERY_TILE
 from torchtitan_wlb.context_parallel.shard_plan import BUILDERS
 from torchtitan_wlb.data.dataloader import StepDataset, build_dataloader, make_planner
-from torchtitan_wlb.data.documents import Documents, SourceSpec
+from torchtitan_wlb.data.documents import load_documents
 from torchtitan_wlb.data.micro_batch import Layout
 from torchtitan_wlb.data.tokenizer import Tokenizer
 from torchtitan_wlb.logger import init_logger, logger
@@ -60,11 +61,10 @@ def main(config: JobConfig) -> None:
 
     # Documents. The first process of a machine tokenises what is not in the cache, the others wait at a file lock.
     tokenizer = Tokenizer(config.model.tokenizer, config.model.add_bos, config.model.add_eos)
-    documents = load_documents(config, training.dataset, training.dataset_path, training.dataset_weight, tokenizer)
+    documents = load_documents(training, tokenizer, training.dataset, training.dataset_path, training.dataset_weight)
     for name, counts in zip(training.dataset, documents.counts()):
-        logger.info(
-            f"Documents of {name}: {', '.join(f'{k} {v:,}' for k, v in counts.items())} (long ones: {training.long_documents})"
-        )
+        shown = ", ".join(f"{k} {v:,}" for k, v in counts.items())
+        logger.info(f"Documents of {name}: {shown} (long ones: {training.long_documents})")
 
     # What decides packing is resolved once; a resumed run takes it from the checkpoint, whatever its layout.
     model_args = replace(llama_configs[config.model.flavor], vocab_size=tokenizer.padded_vocab_size)
@@ -162,7 +162,8 @@ def main(config: JobConfig) -> None:
         models.append(model)
     parameters = [p for model in models for p in model.parameters()]
     logger.info(
-        f"Model {config.model.flavor}, stages {[f'{r.start}..{r.stop - 1}' for r in stages]}, attention kernel {kernel_name}, {dtype}"
+        f"Model {config.model.flavor}, layers of the stages {[f'{r.start}..{r.stop - 1}' for r in stages]}, "
+        f"attention kernel {kernel_name}, {dtype}"
     )
 
     pipeline = Pipeline(
@@ -277,18 +278,6 @@ def main(config: JobConfig) -> None:
     dist.destroy_process_group()
 
 
-def load_documents(config: JobConfig, names, paths, weights, tokenizer: Tokenizer) -> Documents:
-    """Prepare (or find in the cache) and map the documents of some sources."""
-    t = config.training
-    specs = [
-        SourceSpec(name, path, t.dataset_column, t.loss_mask_column, t.seq_len, t.long_documents)
-        for name, path in zip(names, paths or [""] * len(names))
-    ]
-    return Documents(
-        specs, list(weights or [1.0] * len(names)), tokenizer, t.dataset_cache, num_proc=os.cpu_count() or 1
-    )
-
-
 def detect_cost_device(configured: str) -> str:
     """Device whose rates the workload model uses."""
     if configured != "auto":
@@ -307,7 +296,7 @@ def build_validation(
 ):
     """A function that evaluates one pass over the validation documents: (mean loss, targets)."""
     v = config.validation
-    documents = load_documents(config, v.dataset, v.dataset_path, (), tokenizer)
+    documents = load_documents(config.training, tokenizer, v.dataset, v.dataset_path)
     held_out = replace(settings, strategy="plain", epochs=1, documents=documents.fingerprint)
 
     def evaluate() -> tuple[float, int]:

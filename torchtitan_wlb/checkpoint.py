@@ -1,4 +1,5 @@
-"""Save and resume: parameters and optimizer through torch.distributed.checkpoint, planner state as a small JSON beside them.
+"""Save and resume: parameters and optimizer through torch.distributed.checkpoint, planner state as a small JSON beside
+them.
 
 <folder>/step-100/run_state.json     step, packing settings, planner state: global, read before any process group exists
 <folder>/step-100/*.distcp           every rank's shards, named by parameter: loadable in another layout
@@ -7,8 +8,9 @@
 
 import json
 import shutil
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -40,9 +42,8 @@ def find_checkpoint(folder: Path, load_step: int = -1) -> Path | None:
     for s in set(steps) - set(complete):
         logger.warning(f"{folder / f'step-{s}'} is not a complete checkpoint and is passed over")
     if load_step != -1 and load_step not in complete:
-        raise ConfigError(
-            f"--checkpoint.load_step {load_step}: complete checkpoints in {folder}: {', '.join(map(str, complete)) or 'none'}"
-        )
+        legal = ", ".join(map(str, complete)) or "none"
+        raise ConfigError(f"--checkpoint.load_step {load_step}: complete checkpoints in {folder}: {legal}")
     if not complete:
         return None
     return folder / f"step-{complete[-1] if load_step == -1 else load_step}"
@@ -70,7 +71,7 @@ class CheckpointManager:
             keep_latest_k,
             asynchronous,
         )
-        self._pending = None
+        self._pending: Future | None = None
         # The background thread's collectives must not mix with those of training.
         self._group = dist.new_group(backend="gloo") if asynchronous else None
 
@@ -92,7 +93,9 @@ class CheckpointManager:
             (path / "run_state.json").write_text(json.dumps(run_state))
         dist.barrier()
         if self.asynchronous:
-            self._pending = dcp.async_save(self._state(), checkpoint_id=str(path), process_group=self._group)
+            self._pending = cast(
+                Future, dcp.async_save(self._state(), checkpoint_id=str(path), process_group=self._group)
+            )
         else:
             dcp.save(self._state(), checkpoint_id=str(path))
         logger.info(f"Saved {'(in the background) ' if self.asynchronous else ''}{path}")

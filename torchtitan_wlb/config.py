@@ -65,8 +65,8 @@ class Training:
     epochs: int = 0
     """Passes over the data after which training ends, queues flushed; 0 means endless."""
     global_batch_size: int = -1
-    """Micro-batches per optimizer step over all ranks (N). -1: data-parallel degree x micro-batches the pipeline schedule
-    needs (the paper's PP x DP for 1F1B)."""
+    """Micro-batches per optimizer step over all ranks (N). -1: data-parallel degree x micro-batches the pipeline
+    schedule needs (the paper's PP x DP for 1F1B)."""
     max_norm: float = 1.0
     """Global gradient norm above which gradients are scaled down; 0 switches clipping off."""
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
@@ -84,8 +84,8 @@ class Training:
 @dataclass
 class Packing:
     strategy: Literal["plain", "wlb_paper", "wlb"] = "wlb"
-    """How documents become micro-batches: plain (concatenate and cut at the window), wlb_paper (Algorithm 1 of WLB-LLM),
-    wlb (the default; at present Algorithm 1 too)."""
+    """How documents become micro-batches: plain (concatenate and cut at the window), wlb_paper (Algorithm 1 of
+    WLB-LLM), wlb (the default; at present Algorithm 1 too)."""
     max_len_factor: float = 1.5
     """S_max / seq_len: no micro-batch is longer. Set by memory."""
     outlier_thresholds: tuple[int, ...] = ()

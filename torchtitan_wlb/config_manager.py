@@ -26,7 +26,7 @@ else:
     import tomli as tomllib
 
 
-_SECTIONS = {f.name: f.type for f in dataclasses.fields(JobConfig)}
+_SECTIONS: dict[str, Any] = {f.name: f.type for f in dataclasses.fields(JobConfig)}
 _KEYS = {s: {f.name: f.type for f in dataclasses.fields(cls)} for s, cls in _SECTIONS.items()}
 
 
@@ -197,8 +197,8 @@ def validate(config: JobConfig, world_size: int) -> ParallelDims:
         legal = [d for d in heads if m.ffn_dim % d == 0 and 128 % d == 0]
         check(
             tp in legal,
-            f"--parallelism.tensor_parallel_degree {tp}: {m.n_heads} heads, {m.n_kv_heads} key/value heads, feed-forward "
-            f"{m.ffn_dim} and a vocabulary in multiples of 128 allow {', '.join(map(str, legal))}",
+            f"--parallelism.tensor_parallel_degree {tp}: {m.n_heads} heads, {m.n_kv_heads} key/value heads, "
+            f"feed-forward {m.ffn_dim} and a vocabulary in multiples of 128 allow {', '.join(map(str, legal))}",
         )
         check(
             n_stages <= m.n_layers,
@@ -228,7 +228,8 @@ def validate(config: JobConfig, world_size: int) -> ParallelDims:
     th = k.outlier_thresholds
     check(
         list(th) == sorted(set(th)) and all(0 < x <= t.seq_len for x in th),
-        f"--packing.outlier_thresholds {' '.join(map(str, th))}: must rise and lie in 1..{t.seq_len} (--training.seq_len)",
+        f"--packing.outlier_thresholds {' '.join(map(str, th))}: must rise and lie in "
+        f"1..{t.seq_len} (--training.seq_len)",
     )
     check(t.steps >= 1, f"--training.steps {t.steps}: must be at least 1")
     check(t.epochs >= 0, f"--training.epochs {t.epochs}: must be 0 (endless) or more")

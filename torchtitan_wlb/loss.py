@@ -1,8 +1,9 @@
 """Cross-entropy of a vocabulary-parallel head, in chunks, summed over valid tokens.
 
-The logits of a long micro-batch never exist at once: forward keeps one log-sum-exp per token, backward computes the logits of a chunk
-again. With tensor parallelism every rank holds V/TP rows of the head; two small all-reduces a chunk (maximum, sum and target logit) make
-the softmax global. No collective in backward: the gradient of the hidden states is a partial sum that the caller reduces.
+The logits of a long micro-batch never exist at once: forward keeps one log-sum-exp per token, backward computes the
+logits of a chunk again. With tensor parallelism every rank holds V/TP rows of the head; two small all-reduces a chunk
+(maximum, sum and target logit) make the softmax global. No collective in backward: the gradient of the hidden states is
+a partial sum that the caller reduces.
 """
 
 import torch
@@ -77,7 +78,8 @@ def chunked_cross_entropy(
         group: tensor-parallel ranks, None for one.
 
     Returns:
-        Scalar in fp32 (fp64 for fp64 input), equal on the tensor-parallel ranks. The gradient of hidden is this rank's partial sum.
+        Scalar in fp32 (fp64 for fp64 input), equal on the tensor-parallel ranks. The gradient of hidden is this rank's
+        partial sum.
     """
     first_id = dist.get_rank(group) * len(weight) if group is not None else 0
     return _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk, n_ids, group, first_id)

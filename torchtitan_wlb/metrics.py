@@ -1,4 +1,5 @@
-"""One record a logged step: console columns, metrics.jsonl, TensorBoard, Weights & Biases, all with the same numbers."""
+"""One record a logged step: console columns, metrics.jsonl, TensorBoard, Weights & Biases, all with the same
+numbers."""
 
 import json
 import time
@@ -19,7 +20,8 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def training_flops(args: ModelArgs, tokens: int, attended_pairs: int) -> float:
-    """FLOPs, forward and backward without recomputation, of documents: linear in tokens, attention by attended pairs, no padding."""
+    """FLOPs, forward and backward without recomputation, of documents: linear in tokens, attention by attended pairs,
+    no padding."""
     return 3 * (
         args.linear_flops_per_token(args.vocab_size) * tokens + args.attention_flops_per_pair() * attended_pairs
     )
@@ -114,7 +116,8 @@ class MetricLogger:
         mfu = "" if r["mfu"] is None else f"  {c.magenta}mfu {r['mfu']:6.2%}"
         logger.info(
             f"{c.red}step {r['step']:>5}  {c.green}loss {r['loss']:7.4f}  {c.yellow}norm {r['grad_norm']:7.3f}  "
-            f"{c.blue}tokens {r['tokens']:>8,}  {c.cyan}imbalance mb {r['imbalance_micro_batch']:.3f} cp {r['imbalance_cp']:.3f}  "
+            f"{c.blue}tokens {r['tokens']:>8,}  "
+            f"{c.cyan}imbalance mb {r['imbalance_micro_batch']:.3f} cp {r['imbalance_cp']:.3f}  "
             f"{c.magenta}delay {r['delay_mean_steps']:.2f}  {c.blue}tps {r['tps']:>8,.0f}{mfu}  "
             f"{c.yellow}{r['step_time_s']:.2f} s{c.reset}"
         )

@@ -38,7 +38,8 @@ def _build(model: nn.Module, c: Optimizer) -> torch.optim.Optimizer:
 
 
 def lr_factor(step: int, total_steps: int, c: LRScheduler) -> float:
-    """Learning rate of step 1 .. total_steps as a share of the peak: linear warm-up, constant, decay to min_lr_factor."""
+    """Learning rate of step 1 .. total_steps as a share of the peak: linear warm-up, constant, decay to
+    min_lr_factor."""
     if step <= c.warmup_steps:
         return step / c.warmup_steps
     decay_steps = max(1, round((total_steps - c.warmup_steps) * c.decay_ratio))

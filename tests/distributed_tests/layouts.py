@@ -43,8 +43,8 @@ class Case:
 
 
 def make_documents() -> list[tuple[np.ndarray, np.ndarray]]:
-    """(tokens, labels) of documents of 1 to 201 tokens, nothing divisible by anything; the first two identical, the last three
-    without any valid label (long enough that a whole rank can be without)."""
+    """(tokens, labels) of documents of 1 to 201 tokens, nothing divisible by anything; the first two identical, the
+    last three without any valid label (long enough that a whole rank can be without)."""
     rng = np.random.default_rng(3)
     documents = []
     for length in (53, 53, 201, 1, 2, 97, 31, 7, 13, 11, 64, 5, 45, 3, 19):
@@ -57,8 +57,8 @@ def make_documents() -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def group_documents(n: int, m: int, count: int) -> list[list[int]]:
-    """Deal documents to n micro-batches of very unequal length: long ones together, the unlabelled ones alone in the last one
-    (in the last m, if there are several data-parallel ranks)."""
+    """Deal documents to n micro-batches of very unequal length: long ones together, the unlabelled ones alone in the
+    last one (in the last m, if there are several data-parallel ranks)."""
     unlabelled = [count - 3, count - 2, count - 1]
     rest = list(range(count - 3))
     last = m if n > m else 1

@@ -1,6 +1,8 @@
-"""One truth for all layouts: losses, gradients and outputs against a plain implementation that runs each document alone.
+"""One truth for all layouts: losses, gradients and outputs against a plain implementation that runs each document
+alone.
 
-Every case trains one step with the code of train.py in real gloo processes. Layouts of the same number of processes share one spawn.
+Every case trains one step with the code of train.py in real gloo processes. Layouts of the same number of processes
+share one spawn.
 """
 
 import pytest

@@ -1,4 +1,5 @@
-"""Packing: nothing is lost, nothing is too long, logs say what a brute-force count says, any state gives the same future."""
+"""Packing: nothing is lost, nothing is too long, logs say what a brute-force count says, any state gives the same
+future."""
 
 import json
 
@@ -8,16 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan_wlb.config import ConfigError, Packing, Training
+from torchtitan_wlb.models.llama import llama_configs
 from torchtitan_wlb.packing.cost_model import CostModel, analytic_cost_model, imbalance
 from torchtitan_wlb.packing.outlier_queue import OutlierQueues, Span
 from torchtitan_wlb.packing.packers import Plain, WLBPaper, deal
 from torchtitan_wlb.packing.planner import StepPlanner, mean_imbalance, reconcile, resolve_settings
-from torchtitan_wlb.models.llama import llama_configs
 
 COST = CostModel(pair_cost=0.05, token_cost=1.0)
 
 
-def make_planner(lengths, n=4, seq_len=100, strategy="wlb", thresholds=(40, 70), factor=1.5, epochs=0, seed=0, multiple=1):
+def make_planner(
+    lengths, n=4, seq_len=100, strategy="wlb", thresholds=(40, 70), factor=1.5, epochs=0, seed=0, multiple=1
+):
     lengths = np.asarray(lengths)
     s = resolve_settings(
         Training(seq_len=seq_len, global_batch_size=n, epochs=epochs, seq_len_multiple=multiple),
@@ -52,7 +55,11 @@ def test_conservation_caps_and_statistics_at_every_step(lengths, n, strategy, mu
             assert -(-tokens // multiple) * multiple <= (100 if strategy == "plain" else 150)
             for span in mb:
                 # Copies of a document (later epochs) leave in the order in which they came.
-                owner = next(r for c in range(1, copies[span.id] + 1) if (r := arrived[span.id, c])[2] == span.arrival and r[1] < r[0])
+                owner = next(
+                    r
+                    for c in range(1, copies[span.id] + 1)
+                    if (r := arrived[span.id, c])[2] == span.arrival and r[1] < r[0]
+                )
                 assert span.start == (owner[1] if strategy == "plain" else 0)
                 owner[1] += span.length
                 delays += [plan.step - owner[2]] * span.length

@@ -30,7 +30,8 @@ def test_hand_drawn_plans():
 
 
 def test_left_over_tokens_make_longer_chunks_not_single_tokens():
-    # 6 = 4 x 1 + 2: the early chunks get one token more (2, 2, 1, 1), the middle two join on one rank, padding is shared.
+    # 6 = 4 x 1 + 2: the early chunks get one token more (2, 2, 1, 1), the middle two join on one rank, padding is
+    # shared.
     plan = per_document([6], 8, 2)
     assert [c.tolist() for c in plan.chunks] == [[[0, 2, 5], [1, 0, 1]], [[0, 0, 2], [0, 5, 6], [1, 1, 2]]]
     # 5 = 4 x 1 + 1: the latest chunk gets it.
@@ -68,7 +69,8 @@ def test_every_token_has_one_owner_and_every_rank_equal_tokens(case, multiple):
 @settings(max_examples=400, deadline=None)
 @given(lengths_and_cp)
 def test_per_document_is_balanced_to_the_left_over_tokens(case):
-    """max - mean of attended pairs stays within two left-over tokens of the longest document, real tokens within one."""
+    """max - mean of attended pairs stays within two left-over tokens of the longest document, real tokens within
+    one."""
     lengths, cp = case
     if not lengths:
         return
@@ -109,6 +111,9 @@ def test_one_rank_keeps_everything_in_order():
     assert whole([], 16).segments(0).tolist() == []
 
 
-@pytest.mark.parametrize("tokens, cp, tp, multiple, expected", [(0, 1, 1, 1, 2), (5, 2, 1, 1, 8), (5, 2, 4, 1, 8), (100, 3, 2, 16, 144), (64, 2, 1, 64, 64)])
+@pytest.mark.parametrize(
+    "tokens, cp, tp, multiple, expected",
+    [(0, 1, 1, 1, 2), (5, 2, 1, 1, 8), (5, 2, 4, 1, 8), (100, 3, 2, 16, 144), (64, 2, 1, 64, 64)],
+)
 def test_padded_length(tokens, cp, tp, multiple, expected):
     assert padded_length(tokens, cp, tp, multiple) == expected

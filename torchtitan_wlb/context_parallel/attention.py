@@ -1,7 +1,7 @@
-"""Attention of a context-parallel rank: gather K/V, attend, scatter the gradients back (all-gather CP as in Llama 3; PAPER §5).
+"""Attention of a context-parallel rank: gather K/V, attend, scatter the gradients back (all-gather CP, WLB-LLM §5).
 
-q, k, v [1, T/CP, H/TP, D] local ──► K and V in one all-gather ──► packed order [T, Hkv/TP, D] ──► segments ──► [1, T/CP, H/TP, D]
-backward: dK, dV [T, Hkv/TP, D] ──► gathered order ──► reduce-scatter ──► local [T/CP, Hkv/TP, D]
+q, k, v [1, T/CP, H/TP, D] ─► K and V in one all-gather ─► packed order [T, Hkv/TP, D] ─► segments ─► like q
+backward: dK, dV [T, Hkv/TP, D] ─► gathered order ─► one reduce-scatter ─► like k, v
 """
 
 import torch
@@ -16,7 +16,8 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class _GatherPacked(torch.autograd.Function):
-    """[2, T/CP, H, D] of this rank -> [2, T, H, D] of all ranks in packed order; the backward sums what every rank contributes."""
+    """[2, T/CP, H, D] of this rank -> [2, T, H, D] of all ranks in packed order; the backward sums what every rank
+    contributes."""
 
     @staticmethod
     def forward(ctx, kv, index, group):

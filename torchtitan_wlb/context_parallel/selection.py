@@ -1,14 +1,14 @@
-"""Which shard plan a micro-batch gets: the one whose slowest rank is predicted fastest (PAPER §5.3). No torch.
+"""Which shard plan a micro-batch gets: the one whose slowest rank is predicted fastest (WLB-LLM §5.3). No torch.
 
-The choice is a pure function of lengths, so all ranks agree without talking; it may differ between micro-batches and never feeds
-back into packing.
+The choice is a pure function of lengths, so all ranks agree without talking; it may differ between micro-batches and
+never feeds back into packing.
 """
 
 import numpy as np
 
 from torchtitan_wlb.context_parallel.shard_plan import BUILDERS, ShardPlan, whole
 
-# Attention kernels work on tiles of this many queries; a shorter chunk costs a whole tile (PAPER §5.2).
+# Attention kernels work on tiles of this many queries; a shorter chunk costs a whole tile (WLB-LLM §5.2).
 QUERY_TILE = {"cpu": 1, "h100": 128, "h200": 128}
 
 

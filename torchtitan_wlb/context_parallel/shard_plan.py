@@ -1,8 +1,8 @@
 """Which context-parallel rank owns which tokens of a micro-batch. Arrays of ints, no torch.
 
-A micro-batch of T tokens is documents laid end to end, then a padding tail. A *chunk* (document, start, stop) is a run of tokens
-of one document on one rank; a *shard plan* gives every rank its ordered chunks so that every rank has exactly T / CP tokens and
-every token exactly one owner. The attention knows only the plan, never how it was built.
+A micro-batch of T tokens is documents laid end to end, then a padding tail. A *chunk* (document, start, stop) is a run
+of tokens of one document on one rank; a *shard plan* gives every rank its ordered chunks so that every rank has exactly
+T / CP tokens and every token exactly one owner. The attention knows only the plan, never how it was built.
 
     lengths [4, 12], CP = 2, per_document:         per_sequence (chunks of T / 4 tokens, rank i takes i and 3 - i):
       rank 0   A[0:1] A[3:4]   B[0:3] B[9:12]        A[0:4]   B[8:12]
@@ -17,8 +17,8 @@ from functools import cached_property
 import numpy as np
 
 
-def pairs(start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-    """Attended (query, key) pairs of queries [start, stop) of a document under a causal mask."""
+def pairs(start, stop):
+    """Attended (query, key) pairs of queries [start, stop) of a document under a causal mask (ints or arrays)."""
     return (stop * (stop + 1) - start * (start + 1)) // 2
 
 
@@ -60,8 +60,8 @@ class ShardPlan:
         return index
 
     def segments(self, rank: int) -> np.ndarray:
-        """Attention of a rank: [n, 4] of (q_start, q_stop) in local order, (k_start, k_stop) in packed order. The last query of
-        a segment attends to its last key (bottom-right causal). Padding has no segment."""
+        """Attention of a rank: [n, 4] of (q_start, q_stop) in local order, (k_start, k_stop) in packed order. The last
+        query of a segment attends to its last key (bottom-right causal). Padding has no segment."""
         c = self.chunks[rank]
         q_stop = np.cumsum(c[:, 2] - c[:, 1])
         q_start = q_stop - (c[:, 2] - c[:, 1])
@@ -97,7 +97,7 @@ def _merge(chunks: list[tuple[int, int, int]]) -> np.ndarray:
 
 
 def per_sequence(lengths: list[int], n_tokens: int, cp: int) -> ShardPlan:
-    """Cut the packed sequence into 2 CP equal pieces; rank i takes pieces i and 2 CP - 1 - i (PAPER: CP level, Plain-4D).
+    """Cut the packed sequence into 2 CP equal pieces; rank i takes pieces i and 2 CP - 1 - i (the paper's Plain-4D).
 
     Args:
         lengths: tokens of the documents.
@@ -123,21 +123,22 @@ def per_sequence(lengths: list[int], n_tokens: int, cp: int) -> ShardPlan:
 
 
 def per_document(lengths: list[int], n_tokens: int, cp: int) -> ShardPlan:
-    """Cut every document into 2 CP chunks, early with late ones paired, so that ranks do equal work (PAPER §5.1).
+    """Cut every document into 2 CP chunks, early with late ones paired, so that ranks do equal work (WLB-LLM §5.1).
 
-    The paper deals the d mod 2 CP left-over tokens of a document one by one. Here they make chunks one token longer instead: the
-    same balance without chunks of one token, each of which would cost a kernel a whole tile. For one document of
-    n = 2 CP chunks, q = d // n:
+    The paper deals the d mod 2 CP left-over tokens of a document one by one. Here they make chunks one token longer
+    instead: the same balance without chunks of one token, each of which would cost a kernel a whole tile. For one
+    document of n = 2 CP chunks, q = d // n:
 
-    1. pair k = chunks (k, n - 1 - k). Of the r = d mod n left-over tokens, r >= CP gives every early chunk one, and the other
-       r mod CP go to the latest chunks: pairs 0 .. r mod CP - 1 are one token longer than the rest.
-    2. Longest documents first, the longer pairs go to the ranks that have got fewest extra tokens so far (so real tokens differ by
-       at most one), among those to the least loaded; within both groups the heavier pair goes to the less loaded rank.
+    1. pair k = chunks (k, n - 1 - k). Of the r = d mod n left-over tokens, r >= CP gives every early chunk one, and the
+       other r mod CP go to the latest chunks: pairs 0 .. r mod CP - 1 are one token longer than the rest.
+    2. Longest documents first, the longer pairs go to the ranks that have got fewest extra tokens so far (so real
+       tokens differ by at most one), among those to the least loaded; within both groups the heavier pair goes to the
+       less loaded rank.
     3. Padding fills every rank to T / CP.
 
-    Balance: only left-over tokens make a difference. One costs at most 1.5 d pairs, and the differences do not add up, because
-    the less loaded rank takes the heavier pair: max - mean stays below 2 x the longest document in pairs (1.4 x is the worst seen), while a rank's
-    work is about the sum of d² / (2 CP).
+    Balance: only left-over tokens make a difference. One costs at most 1.5 d pairs, and the differences do not add up,
+    because the less loaded rank takes the heavier pair: max - mean stays below 2 x the longest document in pairs (1.4 x
+    is the worst seen in random search), while a rank's work is about the sum of d² / (2 CP).
 
     Args:
         lengths: tokens of the documents.

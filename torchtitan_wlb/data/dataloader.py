@@ -1,9 +1,9 @@
 """From step plans to the micro-batches that this rank trains, made ahead in loader processes.
 
-Every worker plans every step (planning needs lengths only and costs little) and builds tensors of its own steps: worker w of W those
-with step % W == w. Every item carries the planner's state after its step; the training loop saves that of the last step it trained, so
-a resume may change the number of workers or the layout. torch's own DataLoader is enough for that: a stateful loader would tie
-its state to the worker count.
+Every worker plans every step (planning needs lengths only and costs little) and builds tensors of its own steps: worker
+w of W those with step % W == w. Every item carries the planner's state after its step; the training loop saves that of
+the last step it trained, so a resume may change the number of workers or the layout. torch's own DataLoader is enough
+for that: a stateful loader would tie its state to the worker count.
 """
 
 from collections.abc import Iterator
@@ -117,7 +117,8 @@ def make_planner(documents: Documents, settings: PackingSettings) -> StepPlanner
 
 
 def build_dataloader(dataset: StepDataset, num_workers: int, pin_memory: bool) -> DataLoader:
-    """Loader of StepBatch items. Iterate it before CUDA and process groups start: workers are forked from a clean server."""
+    """Loader of StepBatch items. Iterate it before CUDA and process groups start: workers are forked from a clean
+    server."""
     return DataLoader(
         dataset,
         batch_size=None,

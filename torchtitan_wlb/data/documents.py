@@ -1,17 +1,21 @@
 """All documents of a run as memory-mapped arrays: lengths for the planner, tokens for those who train on them.
 
-1. `prepare` tokenises a source once, with several processes and a progress bar, into Arrow files in the cache (one process of a
-   machine works, the others wait on a file lock, no collective involved).
-2. The policy for long documents is applied to the lengths: a table of documents (row, start, stop, targets), again in the cache.
-3. `Documents` maps both; a document id counts through all sources. Opening costs milliseconds and no memory of the corpus' size.
+1. `prepare` tokenises a source once, with several processes and a progress bar, into Arrow files in the cache (one
+   process of a machine works, the others wait on a file lock, no collective involved).
+2. The policy for long documents is applied to the lengths: a table of documents (row, start, stop, targets), again in
+   the cache.
+3. `Documents` maps both; a document id counts through all sources. Opening costs milliseconds and no memory of the
+   corpus' size.
 
 Reading uses pyarrow alone: ranks and loader workers do not import the datasets library.
 """
 
 import hashlib
+import inspect
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from filelock import FileLock
 
-from torchtitan_wlb.config import ConfigError
+from torchtitan_wlb.config import ConfigError, Training
 from torchtitan_wlb.data.sources import SOURCES, source_identity, synthetic_lengths
 from torchtitan_wlb.data.token_store import ArrowTokens, FlatTokens, SyntheticTokens
 from torchtitan_wlb.data.tokenizer import Tokenizer
@@ -50,7 +54,9 @@ def prepare(spec: SourceSpec, tokenizer: Tokenizer, cache: str, num_proc: int = 
         ConfigError: no file, no such column, no document left.
     """
     text_only = tokenizer.fingerprint if SOURCES[spec.name].kind == "text" else ""
-    identity = f"{source_identity(spec.name, spec.path)} {spec.column} {spec.loss_mask_column} {text_only}"
+    reader = SOURCES[spec.name].read
+    code = inspect.getsource(reader) if reader else ""  # what a built-in reader calls a document may change
+    identity = f"{code} {source_identity(spec.name, spec.path)} {spec.column} {spec.loss_mask_column} {text_only}"
     folder = Path(cache) / f"{spec.name}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
     table = folder / f"documents-{spec.long_documents}-{spec.seq_len}.npy"
     if not table.exists():
@@ -237,7 +243,7 @@ class Documents:
         h = hashlib.sha256()
         for table, weight in zip(self._tables, self.weights):
             h.update(f"{table.shape} {weight}".encode())
-            h.update(np.ascontiguousarray(table[STOP] - table[START]))
+            h.update((table[STOP] - table[START]).tobytes())
         return h.hexdigest()[:16]
 
     def counts(self) -> list[dict]:
@@ -283,3 +289,19 @@ class Documents:
             return targets
         after = min(first + stop + 1, end)
         return int(store.mask(row, first + start + 1, after).sum()) if store.has_mask else after - (first + start + 1)
+
+
+def load_documents(
+    t: Training, tokenizer: Tokenizer, names: Sequence[str], paths: Sequence[str] = (), weights: Sequence[float] = ()
+) -> Documents:
+    """Prepare (or find in the cache) and map the documents of some sources.
+
+    Args:
+        t: column names, context window, policy and cache.
+        names, paths, weights: one of each a source; no paths for sources without, no weights for equal shares.
+    """
+    specs = [
+        SourceSpec(name, path, t.dataset_column, t.loss_mask_column, t.seq_len, t.long_documents)
+        for name, path in zip(names, paths or [""] * len(names))
+    ]
+    return Documents(specs, list(weights or [1.0] * len(names)), tokenizer, t.dataset_cache, os.cpu_count() or 1)

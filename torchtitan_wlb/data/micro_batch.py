@@ -41,8 +41,8 @@ class MicroBatch:
     """One packed sequence, the part of one context-parallel rank.
 
     Attributes:
-        tokens, labels, positions: int64 [1, T/CP]; labels are shifted inside their document, IGNORE_INDEX where there is none;
-            positions count from 0 in every document.
+        tokens, labels, positions: int64 [1, T/CP]; labels are shifted inside their document, IGNORE_INDEX where there
+            is none; positions count from 0 in every document.
         attention: see AttentionMeta.
         lengths: tokens of the documents, in packed order.
         n_tokens: T.

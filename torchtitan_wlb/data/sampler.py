@@ -1,7 +1,8 @@
 """Document order: an endless, seeded shuffle of every epoch, without a list of the corpus.
 
-The order of an epoch is a permutation computed position by position: a Feistel network over the smallest even number of bits that
-holds n, walked until the result is below n (cycle walking). So the state is a cursor per source, and any position costs the same.
+The order of an epoch is a permutation computed position by position: a Feistel network over the smallest even number of
+bits that holds n, walked until the result is below n (cycle walking). So the state is a cursor per source, and any
+position costs the same.
 Several sources are mixed by tokens: the next document comes from the source that is furthest behind its share.
 """
 
@@ -65,8 +66,8 @@ class DocumentOrder:
         number = epoch * (self.sizes[i] // _BLOCK + 1) + block
         if self._blocks[i][0] != number:
             positions = np.arange(block * _BLOCK, min((block + 1) * _BLOCK, self.sizes[i]))
-            ids = permute(positions, self.sizes[i], (self.seed, i, epoch)) + sum(self.sizes[:i])
-            self._blocks[i] = (number, ids.tolist(), self._lengths(ids).tolist())
+            drawn = permute(positions, self.sizes[i], (self.seed, i, epoch)) + sum(self.sizes[:i])
+            self._blocks[i] = (number, drawn.tolist(), self._lengths(drawn).tolist())
         _, ids, lengths = self._blocks[i]
         self.cursor[i] += 1
         self.drawn_tokens[i] += lengths[offset]

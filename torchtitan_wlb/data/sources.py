@@ -1,8 +1,8 @@
 """Where documents come from: name -> raw rows, before tokenising.
 
-A text source is a generator of strings over a list of shards (files), so that several processes can share the work; `tokens`
-sources give ids as they are (no begin or end ids are added); `synthetic` gives lengths only. `documents.py` turns all of them into one
-memory-mapped form.
+A text source is a generator of strings over a list of shards (files), so that several processes can share the work;
+`tokens` sources give ids as they are (no begin or end ids are added); `synthetic` gives lengths only. `documents.py`
+turns all of them into one memory-mapped form.
 """
 
 import ast
@@ -57,8 +57,8 @@ def read_files(shards: list[str]) -> Iterator[str]:
 
 
 def read_functions(shards: list[str]) -> Iterator[str]:
-    """One document for every function and method of Python files (a function inside a function belongs to the outer one);
-    files that do not parse are skipped."""
+    """One document for every function and method of Python files (a function inside a function belongs to the outer
+    one); files that do not parse are skipped."""
     for path in shards:
         text = Path(path).read_text(encoding="utf-8", errors="replace")
         try:
@@ -104,8 +104,9 @@ def source_identity(name: str, path: str) -> str:
     return f"{name} {stats}"
 
 
-# Quantiles (probability, tokens) of long-context mixtures, for benchmarks without data: a log-linear fit of our own to the
-# length histogram published in the WLB-LLM paper (Figure 3: mean about 4K, longest 125K). Between two points lengths are log-uniform.
+# Quantiles (probability, tokens) of long-context mixtures, for benchmarks without data: a log-linear fit of our own to
+# the length histogram published in the WLB-LLM paper (Figure 3: mean about 4K, longest 125K). Between two points
+# lengths are log-uniform.
 _NAMED_LENGTHS = {
     "wlb_128k": [
         (0.0, 64), (0.05, 700), (0.1, 1100), (0.25, 2000), (0.5, 3230), (0.75, 4400), (0.9, 5790),
@@ -118,7 +119,8 @@ def synthetic_lengths(path: str) -> np.ndarray:
     """Lengths [n] int32 of a `synthetic` source.
 
     Args:
-        path: a JSON list of lengths, or NAME[:n[:scale]] with NAME one of the built-in distributions; scale multiplies all lengths.
+        path: a JSON list of lengths, or NAME[:n[:scale]] with NAME one of the built-in distributions; scale multiplies
+            all lengths.
 
     Raises:
         ConfigError: neither.

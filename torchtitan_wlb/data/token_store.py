@@ -1,4 +1,5 @@
-"""Rows of token ids behind one interface: `row_lengths`, `tokens(row, start, stop)`, and `mask(...)` where `has_mask`."""
+"""Rows of token ids behind one interface: `row_lengths`, `tokens(row, start, stop)`, and `mask(...)` where
+`has_mask`."""
 
 import json
 from functools import cached_property
@@ -55,7 +56,8 @@ class FlatTokens:
         self._offsets = np.concatenate([[0], np.cumsum(self.row_lengths, dtype=np.int64)])
         if self._offsets[-1] != len(self._ids):
             raise ConfigError(
-                f"{path}: {len(self._ids)} ids, but the lengths in {path.with_suffix('.json')} add up to {self._offsets[-1]}"
+                f"--training.dataset_path {path}: {len(self._ids)} ids, but the lengths in "
+                f"{path.with_suffix('.json')} add up to {self._offsets[-1]}"
             )
 
     def tokens(self, row: int, start: int, stop: int) -> np.ndarray:

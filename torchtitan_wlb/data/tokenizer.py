@@ -1,7 +1,7 @@
 """Text to token ids: raw bytes, a named tiktoken encoding, or a tiktoken rank file (Llama-3's tokenizer.model).
 
-Every tokenizer has one begin-of-text and one end-of-text id. The model's vocabulary is `padded_vocab_size`: the number of
-ids rounded up to a multiple of 128, whatever the layout, so that checkpoints fit every tensor-parallel degree.
+Every tokenizer has one begin-of-text and one end-of-text id. The model's vocabulary is `padded_vocab_size`: the number
+of ids rounded up to a multiple of 128, whatever the layout, so that checkpoints fit every tensor-parallel degree.
 """
 
 import hashlib

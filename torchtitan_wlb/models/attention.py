@@ -2,11 +2,12 @@
 
     attention(q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, D], segments) -> [Tq, Hq, D]
 
-A segment (q_start, q_stop, k_start, k_stop) lets the queries [q_start, q_stop) attend to the keys [k_start, k_stop), the last query to
-the last key (bottom-right causal). Key ranges may overlap. Queries of no segment (padding) get zeros and no gradient. Hq is a multiple of Hkv.
+A segment (q_start, q_stop, k_start, k_stop) lets the queries [q_start, q_stop) attend to the keys [k_start, k_stop),
+the last query to the last key (bottom-right causal). Key ranges may overlap. Queries of no segment (padding) get zeros
+and no gradient. Hq is a multiple of Hkv.
 
-`sdpa` is the reference: it loops over segments on views and never builds a Tq x Tk mask. `varlen` is torch's variable-length flash
-attention on CUDA (it has not run in this repository's tests, which have no GPU).
+`sdpa` is the reference: it loops over segments on views and never builds a Tq x Tk mask. `varlen` is torch's
+variable-length flash attention on CUDA (it has not run in this repository's tests, which have no GPU).
 """
 
 import inspect
@@ -46,9 +47,10 @@ def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments) 
 class _CpuAttention(torch.autograd.Function):
     """Segments through ATen's flash kernel for CPU.
 
-    Its causal mode aligns the first query with the first key, so a chunk whose queries begin at key a = Tk - Tq is two calls: keys [0, a)
-    without a mask and keys [a, Tk) causal, merged by log-sum-exp. In backward both calls get the merged output and log-sum-exp, which makes
-    each return its exact share of the gradients. Saved: q, k, v, output and log-sum-exp.
+    Its causal mode aligns the first query with the first key, so a chunk whose queries begin at key a = Tk - Tq is two
+    calls: keys [0, a) without a mask and keys [a, Tk) causal, merged by log-sum-exp. In backward both calls get the
+    merged output and log-sum-exp, which makes each return its exact share of the gradients. Saved: q, k, v, output and
+    log-sum-exp.
     """
 
     @staticmethod
@@ -98,7 +100,8 @@ def _parts(q0: int, q1: int, k0: int, k1: int) -> list[tuple[int, int, bool]]:
 
 
 def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments) -> torch.Tensor:
-    """torch.nn.attention.varlen over all segments in one call (CUDA, bf16 or fp16). Keys are gathered, so ranges may overlap."""
+    """torch.nn.attention.varlen over all segments in one call (CUDA, bf16 or fp16). Keys are gathered, so ranges may
+    overlap."""
     from torch.nn.attention.varlen import varlen_attn
 
     if not segments:
@@ -114,11 +117,11 @@ def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments
     )
     # The causal switch has changed its name between torch versions: a window of (-1, 0), or is_causal.
     names = inspect.signature(varlen_attn).parameters
-    causal = {"window_size": (-1, 0)} if "window_size" in names else {"is_causal": True}
+    causal: dict = {"window_size": (-1, 0)} if "window_size" in names else {"is_causal": True}
     if "enable_gqa" in names:
         causal["enable_gqa"] = q.shape[1] != k.shape[1]
-    out = varlen_attn(
+    out: torch.Tensor = varlen_attn(
         q[:n_queries], k.index_select(0, keys), v.index_select(0, keys),
         cu_q, cu_k, int(q_lengths.max()), int(k_lengths.max()), **causal,
-    )  # fmt: skip
+    )  # type: ignore[assignment]  # fmt: skip
     return F.pad(out, (0, 0, 0, 0, 0, q.shape[0] - n_queries))

@@ -1,14 +1,17 @@
 """Llama: RMSNorm, SwiGLU, grouped-query attention, rotary positions. One family, sizes in a dict.
 
-Letters: T tokens of a micro-batch, CP and TP the degrees, V vocabulary. A stage of a pipeline is a Transformer with some layers left out.
-Between blocks activations are [1, T/CP/TP, dim] with sequence parallelism ([1, T/CP, dim] for TP = 1).
+Letters: T tokens of a micro-batch, CP and TP the degrees, V vocabulary. A stage of a pipeline is a Transformer with
+some layers left out. Between blocks activations are [1, T/CP/TP, dim] with sequence parallelism ([1, T/CP, dim] for TP
+= 1).
 """
 
 import math
 import zlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
@@ -68,7 +71,7 @@ class ModelArgs:
         return self.n_layers * self.layer_flops_per_pair
 
 
-_llama3 = dict(rope_theta=500_000.0)
+_LLAMA3: dict[str, Any] = {"rope_theta": 500_000.0, "rope_scaling": RopeScaling()}
 llama_configs = {
     "debugmodel": ModelArgs(dim=128, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=384),
     "debugmodel_8m": ModelArgs(dim=256, n_layers=8, n_heads=8, n_kv_heads=4, ffn_dim=768),
@@ -76,12 +79,8 @@ llama_configs = {
     "7B": ModelArgs(dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, ffn_dim=11008),
     "30B": ModelArgs(dim=7168, n_layers=48, n_heads=56, n_kv_heads=56, ffn_dim=19456),
     "70B": ModelArgs(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim=28672),
-    "llama3_8B": ModelArgs(
-        dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, ffn_dim=14336, rope_scaling=RopeScaling(), **_llama3
-    ),
-    "llama3_70B": ModelArgs(
-        dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim=28672, rope_scaling=RopeScaling(), **_llama3
-    ),
+    "llama3_8B": ModelArgs(dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, ffn_dim=14336, **_LLAMA3),
+    "llama3_70B": ModelArgs(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim=28672, **_LLAMA3),
 }
 
 
@@ -89,7 +88,8 @@ def rotary_table(args: ModelArgs, n_positions: int, device: torch.device) -> tor
     """cos and sin of every position and frequency, fp32 [n_positions, 2, head_dim / 2]."""
     freqs = args.rope_theta ** -(torch.arange(0, args.head_dim, 2, dtype=torch.float64, device=device) / args.head_dim)
     if s := args.rope_scaling:
-        # Wavelengths beyond original / low are stretched by `factor`, those below original / high stay; between, a linear blend.
+        # Wavelengths beyond original / low are stretched by `factor`, those below original / high stay; between, a
+        # linear blend.
         turns = s.original_context * freqs / (2 * math.pi)
         keep = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(0, 1)
         freqs = freqs * (keep + (1 - keep) / s.factor)
@@ -115,7 +115,7 @@ class SelfAttention(nn.Module):
         self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
         self.kernel: Attention = sdpa
-        self.cp_group = None
+        self.cp_group: dist.ProcessGroup | None = None
 
     def forward(self, x: torch.Tensor, rope: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
         """x [1, T/CP, dim] -> [1, T/CP, dim]; the heads inside are local (H/TP)."""
@@ -161,13 +161,14 @@ class LossHead(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, dim))
         self.n_ids, self.chunk = n_ids, chunk
-        self.tp_group = None
+        self.tp_group: dist.ProcessGroup | None = None  # set when the model is parallelised
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """x [1, T/CP(/TP), dim], labels [1, T/CP] -> loss summed over valid labels."""
         weight = self.weight
         if isinstance(x, DTensor):
-            # Every TP rank needs all tokens for its part of the vocabulary; its gradient is a partial sum over the vocabulary.
+            # Every TP rank needs all tokens for its part of the vocabulary; its gradient is a partial sum over the
+            # vocabulary.
             x = x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
             weight = weight.to_local()
         return chunked_cross_entropy(x[0], weight, labels[0], chunk=self.chunk, n_ids=self.n_ids, group=self.tp_group)
@@ -227,14 +228,14 @@ class Transformer(nn.Module):
         h = self.tok_embeddings(x) if self.tok_embeddings is not None else x
         for layer in self.layers.values():
             h = layer(h, rope=rope, meta=meta)
-        if self.output is None:
+        if self.norm is None or self.output is None:
             return h
         return self.output(self.norm(h), labels) * loss_scale
 
     @torch.no_grad()
     def init_weights(self, seed: int, device: torch.device) -> None:
-        """Fill parameters and buffers after `to_empty`. Each parameter has a random stream of its own, named by (seed, its name), and every
-        rank takes its part of the whole tensor, so the weights are the same in every layout."""
+        """Fill parameters and buffers after `to_empty`. Each parameter has a random stream of its own, named by (seed,
+        its name), and every rank takes its part of the whole tensor, so the weights are the same in every layout."""
         self.rope.copy_(rotary_table(self.args, self.max_position, device))
         for name, p in self.named_parameters():
             name = name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")

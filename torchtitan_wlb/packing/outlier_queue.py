@@ -1,4 +1,4 @@
-"""Queues in which long documents wait until there is one for every micro-batch (PAPER §4.2)."""
+"""Queues in which long documents wait until there is one for every micro-batch (WLB-LLM §4.2)."""
 
 from bisect import bisect_right
 from typing import NamedTuple

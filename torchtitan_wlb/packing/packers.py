@@ -1,7 +1,8 @@
 """How the documents of a step become N micro-batches. Ints and floats, no torch; equal on all ranks.
 
-A packer is given the spans that arrive in a step and returns N lists of spans; what it keeps back it shows in `waiting()` and in its
-state. Nothing is lost: arrived = packed + waiting, at every step. After the data has ended (`ended`), it drains.
+A packer is given the spans that arrive in a step and returns N lists of spans; what it keeps back it shows in
+`waiting()` and in its state. Nothing is lost: arrived = packed + waiting, at every step. After the data has ended
+(`ended`), it drains.
 """
 
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ class Packer(Protocol):
 
 
 class Plain:
-    """Concatenate documents in order of arrival and cut at the context window (PAPER, Plain-4D)."""
+    """Concatenate documents in order of arrival and cut at the context window (WLB-LLM Plain-4D)."""
 
     def __init__(self, n: int, seq_len: int):
         self.n, self.seq_len = n, seq_len
@@ -61,7 +62,7 @@ class Plain:
 
 
 class WLBPaper:
-    """Algorithm 1 of WLB-LLM (PAPER §4.3): variable-length micro-batches, outlier queues, left-overs first.
+    """Algorithm 1 of WLB-LLM (WLB-LLM §4.3): variable-length micro-batches, outlier queues, left-overs first.
 
     Args:
         n: micro-batches a step.
@@ -110,7 +111,8 @@ class WLBPaper:
 def deal(work: list[float], dp: int, step: int, sort: bool) -> list[list[int]]:
     """Which micro-batches each data-parallel rank trains, in order: dp lists of N / dp indices.
 
-    With sort, longest first to the rank with least work that has room, so that ranks are even. Ties and the order inside a
+    With sort, longest first to the rank with least work that has room, so that ranks are even. Ties and the order
+    inside a
     rank rotate with the step: no rank and no pipeline slot always gets the largest. Without sort (plain), in order.
     """
     m = len(work) // dp

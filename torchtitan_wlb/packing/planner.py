@@ -1,7 +1,8 @@
 """Step plans: from the document order to N micro-batches of spans, with the state to go on exactly.
 
-Everything here works on lengths and is computed identically on every rank. `PackingSettings` is what decides which document goes
-where; it is resolved at the first step of a run, stored in the checkpoint and reused on resume, whatever the layout.
+Everything here works on lengths and is computed identically on every rank. `PackingSettings` is what decides which
+document goes where; it is resolved at the first step of a run, stored in the checkpoint and reused on resume, whatever
+the layout.
 """
 
 import hashlib
@@ -21,8 +22,8 @@ from torchtitan_wlb.packing.packers import Packer, Plain, WLBPaper
 
 @dataclass(frozen=True)
 class PackingSettings:
-    """Everything besides the documents that decides packing. None of it depends on the layout or, after the first step, on the
-    device."""
+    """Everything besides the documents that decides packing. None of it depends on the layout or, after the first step,
+    on the device."""
 
     strategy: str
     n: int
@@ -100,11 +101,10 @@ def reconcile(stored: dict[str, Any], configured: PackingSettings, resolved_only
     Raises:
         ConfigError: every field that was configured differently, with both values and the flag.
     """
-    kept = PackingSettings(
-        **{f.name: tuple(v) if isinstance(v := stored[f.name], list) else v for f in fields(PackingSettings)}
-    )
+    kept = PackingSettings(**(stored | {"thresholds": tuple(stored["thresholds"])}))
     differ = [
-        f"--{_FLAGS[f.name]}: the checkpoint was made with {getattr(kept, f.name)}, configured is {getattr(configured, f.name)}"
+        f"--{_FLAGS[f.name]}: the checkpoint was made with {getattr(kept, f.name)}, "
+        f"configured is {getattr(configured, f.name)}"
         for f in fields(PackingSettings)
         if f.name not in resolved_only and getattr(kept, f.name) != getattr(configured, f.name)
     ]
@@ -163,8 +163,8 @@ class StepPlan:
 class StepPlanner:
     """Iterator of step plans.
 
-    Step s draws whole documents until the running total reaches s x N x seq_len tokens, so the mean is exact; the packer decides
-    what is trained now and what waits. With `epochs`, ends after the last document has been trained.
+    Step s draws whole documents until the running total reaches s x N x seq_len tokens, so the mean is exact; the
+    packer decides what is trained now and what waits. With `epochs`, ends after the last document has been trained.
     """
 
     def __init__(self, settings: PackingSettings, sizes: list[int], weights: list[float], lengths: Callable):
@@ -231,7 +231,8 @@ class StepPlanner:
 
 
 def mean_imbalance(planner: StepPlanner, first_step: int, last_step: int) -> float:
-    """Mean predicted imbalance of the micro-batches of steps first_step .. last_step; plans from step 1, lengths only."""
+    """Mean predicted imbalance of the micro-batches of steps first_step .. last_step; plans from step 1, lengths
+    only."""
     values = []
     for plan in planner:
         if plan.step >= first_step:

@@ -35,7 +35,8 @@ def init_distributed(timeout_seconds: int) -> torch.device:
 
 
 def set_timeouts(seconds: int, mesh: DeviceMesh, cp_group: dist.ProcessGroup | None) -> None:
-    """Shorten the time limit of all groups, after the slow first step. Barrier first: no collective may be under way."""
+    """Shorten the time limit of all groups, after the slow first step. Barrier first: no collective may be under
+    way."""
     dist.barrier()
     groups = [mesh.get_group(name) for name in mesh.mesh_dim_names or ()]
     for group in {None, cp_group, *groups}:
@@ -106,10 +107,11 @@ def gather_step(
 
 @torch.no_grad()
 def clip_grad_norm(parameters: list[nn.Parameter], max_norm: float, device: torch.device) -> torch.Tensor:
-    """Norm of the whole gradient over all ranks and stages; gradients are scaled down to max_norm if it is larger (0: never).
+    """Norm of the whole gradient over all ranks and stages; gradients are scaled down to max_norm if it is larger (0:
+    never).
 
-    Every rank adds the squares of its local shards, divided by the number of ranks that hold the same numbers; one all-reduce over
-    all ranks gives the square of the norm.
+    Every rank adds the squares of its local shards, divided by the number of ranks that hold the same numbers; one
+    all-reduce over all ranks gives the square of the norm.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     by_copies: dict[int, list[torch.Tensor]] = {}

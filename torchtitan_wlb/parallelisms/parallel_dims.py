@@ -1,8 +1,9 @@
 """Parallel degrees, the one device mesh they form, and what schedules demand of micro-batch counts.
 
-Ranks are laid out from the slowest to the fastest link: pp, dp_replicate, dp_shard, cp, tp. FSDP2 shards over dp_shard x cp
-as one mesh dimension and replicates over dp_replicate: context-parallel ranks hold the same parameters and different tokens, so to FSDP they
-are data-parallel ranks.
+Ranks are laid out from the slowest to the fastest link: pp, dp_replicate, dp_shard, cp, tp. FSDP2 shards over dp_shard
+x cp
+as one mesh dimension and replicates over dp_replicate: context-parallel ranks hold the same parameters and different
+tokens, so to FSDP they are data-parallel ranks.
 """
 
 from dataclasses import dataclass
@@ -73,10 +74,11 @@ def schedule_problem(schedule: str, pp: int, n_stages: int, m: int) -> str:
     """Why a schedule refuses M micro-batches, "" if it accepts (the rules of torch.distributed.pipelining)."""
     if pp == 1:
         return ""
+    flag = f"--parallelism.pipeline_parallel_degree {pp}"
     if schedule == "1F1B" and m < n_stages:
-        return f"1F1B needs at least {n_stages} (--parallelism.pipeline_parallel_degree {pp})"
+        return f"1F1B needs at least {n_stages} ({flag})"
     if schedule == "Interleaved1F1B" and (m < pp or m % max(1, m // pp)):
-        return f"Interleaved1F1B needs M >= {pp} with M divisible by M // {pp} (--parallelism.pipeline_parallel_degree {pp})"
+        return f"Interleaved1F1B needs M >= {pp} with M divisible by M // {pp} ({flag})"
     return ""
 
 

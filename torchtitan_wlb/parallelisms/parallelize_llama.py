@@ -1,8 +1,9 @@
-"""Make one stage of the model parallel: tensor -> context -> activation checkpointing -> compile -> FSDP2, in this order.
+"""Make one stage of the model parallel: tensor -> context -> activation checkpointing -> compile -> FSDP2, in this
+order.
 
-Tensor parallelism must come first (it turns parameters into DTensors), recomputation wraps blocks before they are compiled, and FSDP2 comes
-last because it takes parameters as they then are. FSDP2 is applied in every layout, also over one rank: one code path for precision, gradient
-reduction and checkpoints.
+Tensor parallelism must come first (it turns parameters into DTensors), recomputation wraps blocks before they are
+compiled, and FSDP2 comes last because it takes parameters as they then are. FSDP2 is applied in every layout, also over
+one rank: one code path for precision, gradient reduction and checkpoints.
 """
 
 import torch
@@ -65,21 +66,21 @@ def parallelize_llama(
 class ReplicatedKVHeads(ParallelStyle):
     """Key or value projection when there are more TP ranks than K/V heads: TP / Hkv ranks compute the same head.
 
-    The weight is replicated over TP, every rank multiplies with the rows of its one head, and the gradient of the weight is a partial sum
-    that FSDP2 reduces over TP (it redistributes gradients to the parameter's placement).
+    The weight is replicated over TP, every rank multiplies with the rows of its one head, and the gradient of the
+    weight is a partial sum that FSDP2 reduces over TP (it redistributes gradients to the parameter's placement).
     """
 
     def __init__(self, head_dim: int):
         super().__init__()
         self.head_dim = head_dim
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: nn.Linear, device_mesh: DeviceMesh) -> nn.Module:
         rank, tp = device_mesh.get_local_rank(), device_mesh.size()
         n_kv_heads = module.out_features // self.head_dim
         first = rank * n_kv_heads // tp * self.head_dim
         rows = slice(first, first + self.head_dim)
 
-        def replicate(name: str, m: nn.Module, mesh: DeviceMesh) -> None:
+        def replicate(name: str, m: nn.Linear, mesh: DeviceMesh) -> None:
             m.weight = nn.Parameter(distribute_tensor(m.weight, mesh, [Replicate()]))
 
         def forward(x: DTensor) -> torch.Tensor:
@@ -94,7 +95,8 @@ class ReplicatedKVHeads(ParallelStyle):
 def apply_tp(model: Transformer, mesh: DeviceMesh) -> None:
     """Megatron-style tensor parallelism with sequence parallelism, as DTensor plans.
 
-    Between blocks every rank holds T/CP/TP tokens; a block gathers them before its column-wise products and scatters the sum of its row-wise ones.
+    Between blocks every rank holds T/CP/TP tokens; a block gathers them before its column-wise products and scatters
+    the sum of its row-wise ones.
     """
     plan: dict[str, ParallelStyle] = {}
     if model.tok_embeddings is not None:
@@ -143,8 +145,8 @@ def apply_compile(model: Transformer) -> None:
 def apply_fsdp(
     model: Transformer, mesh: DeviceMesh, param_dtype: torch.dtype, reduce_dtype: torch.dtype, reshard: bool
 ) -> None:
-    """Shard every block, the head and what is left; gradients are *summed* over ranks, since the loss is already divided by the valid
-    tokens of the whole step."""
+    """Shard every block, the head and what is left; gradients are *summed* over ranks, since the loss is already
+    divided by the valid tokens of the whole step."""
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     for block in model.layers.values():
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)

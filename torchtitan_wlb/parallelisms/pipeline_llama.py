@@ -1,9 +1,11 @@
 """Cut the model into stages of even predicted time and run micro-batches of different length through them.
 
-Without pipelining the same `forward_backward` accumulates gradients over the micro-batches, with one reduction at the last.
+Without pipelining the same `forward_backward` accumulates gradients over the micro-batches, with one reduction at the
+last.
 """
 
 import contextlib
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -20,18 +22,20 @@ def split_layers(
     """Deal layers to stages so that the slowest stage is as fast as possible (each gets at least one).
 
     Args:
-        layer_cost, head_cost, embedding_cost: predicted seconds, same unit; the embedding counts for the first stage, the head for the last.
+        layer_cost, head_cost, embedding_cost: predicted seconds, same unit; the embedding counts for the first stage,
+            the head for the last.
     """
     extra = [0.0] * n_stages
     extra[0] += embedding_cost
     extra[-1] += head_cost
     counts = [1] * n_stages
     for _ in range(n_layers - n_stages):
-        # One more layer where the stage is then cheapest; ties go to later stages but the last, which keep fewer activations alive.
+        # One more layer where the stage is then cheapest; ties go to later stages but the last, which keep fewer
+        # activations alive.
         i = min(range(n_stages), key=lambda i: ((counts[i] + 1) * layer_cost + extra[i], -i))
         counts[i] += 1
     starts = [sum(counts[:i]) for i in range(n_stages + 1)]
-    return [range(a, b) for a, b in zip(starts, starts[1:])]
+    return [range(a, b) for a, b in pairwise(starts)]
 
 
 def my_stages(pp_rank: int, pp: int, schedule: str, stages_per_rank: int) -> tuple[int, list[int]]:
@@ -92,7 +96,8 @@ class Pipeline:
             loss_scale: 1 / valid labels of the whole step.
 
         Returns:
-            This rank's share of the step's mean loss, detached (0 on ranks without the last stage; equal on tensor-parallel ranks).
+            This rank's share of the step's mean loss, detached (0 on ranks without the last stage; equal on
+            tensor-parallel ranks).
         """
         if self._schedule is None:
             return self._accumulate(micro_batches, loss_scale)
@@ -129,7 +134,8 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, micro_batches: list[MicroBatch], loss_scale: float) -> torch.Tensor:
-        """This rank's share of the mean loss, forward only. Call between steps, never inside one: the schedule initialises its stages anew."""
+        """This rank's share of the mean loss, forward only. Call between steps, never inside one: the schedule
+        initialises its stages anew."""
         with _evaluation(self.models):
             if self._schedule is None:
                 return torch.stack([self.models[0](mb.tokens, **_kwargs(mb, loss_scale)) for mb in micro_batches]).sum()

@@ -1,18 +1,20 @@
 """A pipeline stage for micro-batches of different length.
 
-torch.distributed.pipelining infers one shape from the first micro-batch and allocates receive buffers of that shape for all. Here the length of
-every micro-batch is known from the plan on every rank, so nothing is inferred or exchanged: before a step `set_lengths` describes the
-buffers, and each is allocated when its transfer starts and dropped after its backward.
+torch.distributed.pipelining infers one shape from the first micro-batch and allocates receive buffers of that shape for
+all. Here the length of every micro-batch is known from the plan on every rank, so nothing is inferred or exchanged:
+before a step `set_lengths` describes the buffers, and each is allocated when its transfer starts and dropped after its
+backward.
 
-Private API, torch 2.13: `_prepare_forward_infra`, `_prepare_backward_infra` and `_post_metadata_inference_cleanup` (called by the schedule once, and
-again after a switch between training and evaluation), `_RecvInfo`, `_StageMeta`, `_get_recv_ops`.
+Private API, torch 2.13: `_prepare_forward_infra`, `_prepare_backward_infra` and `_post_metadata_inference_cleanup`
+(called by the schedule once, and again after a switch between training and evaluation), `_RecvInfo`, `_StageMeta`,
+`_get_recv_ops`.
 """
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._utils import extract_tensor_metas
+from torch.distributed.pipelining._utils import extract_tensor_meta, extract_tensor_metas
 from torch.distributed.pipelining.stage import _RecvInfo
 
 
@@ -65,8 +67,7 @@ class VarlenStage(PipelineStage):
         if is_end:
             return (_RecvInfo("root", None, None, None, is_root_arg=True),)
         shape = torch.empty(1, tokens, self._dim, dtype=self._dtype, device="meta", requires_grad=True)
-        (meta,) = extract_tensor_metas((shape,))
-        return (_RecvInfo(f"stage_{source}", source, None, meta),)
+        return (_RecvInfo(f"stage_{source}", source, None, extract_tensor_meta(shape)),)
 
     def _get_recv_ops(self, recv_infos) -> list[dist.P2POp]:
         for info in recv_infos:

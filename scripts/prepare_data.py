@@ -1,0 +1,46 @@
+"""Tokenise the sources of a recipe ahead of time, with several processes, and print what the length policy did.
+
+    python scripts/prepare_data.py --job.config_file F.toml [--section.key value ...]
+
+Training finds the result in training.dataset_cache. The processes are all cores of the machine.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from torchtitan_wlb.config import ConfigError
+from torchtitan_wlb.config_manager import exit_on_config_error, load_config, source_problems
+from torchtitan_wlb.data.documents import load_documents
+from torchtitan_wlb.data.tokenizer import Tokenizer
+from torchtitan_wlb.logger import init_logger
+
+
+def main(argv: list[str]) -> None:
+    config = load_config(argv)
+    t = config.training
+    if problems := source_problems("training", t.dataset, t.dataset_path, t.dataset_weight):
+        raise ConfigError(*problems)
+    began = time.perf_counter()
+    tokenizer = Tokenizer(config.model.tokenizer, config.model.add_bos, config.model.add_eos)
+    documents = load_documents(t, tokenizer, t.dataset, t.dataset_path, t.dataset_weight)
+    for name, counts in zip(t.dataset, documents.counts()):
+        print(f"{name}: " + ", ".join(f"{k} {v:,}" for k, v in counts.items()))
+    lengths = documents.lengths(np.arange(len(documents)))
+    p50, p90, p99 = np.percentile(lengths, [50, 90, 99])
+    print(
+        f"{len(documents):,} documents of at most {t.seq_len:,} tokens: mean {lengths.mean():,.0f}, p50 {p50:,.0f}, "
+        f"p90 {p90:,.0f}, p99 {p99:,.0f}, max {lengths.max():,}; {time.perf_counter() - began:.1f} s"
+    )
+
+
+if __name__ == "__main__":
+    init_logger()
+    try:
+        main(sys.argv[1:])
+    except ConfigError as error:
+        exit_on_config_error(error)

@@ -1,0 +1,192 @@
+"""torchrun train.py, as users run it: it learns, resumes exactly, says what is wrong, and feeds the loggers."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+KEYS = [
+    "step",
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "docs",
+    "attended_pairs",
+    "pad_fraction",
+    "tps",
+    "mfu",
+    "step_time_s",
+    "imbalance_micro_batch",
+    "imbalance_cp",
+    "imbalance_dp",
+    "delay_mean_steps",
+    "delay_max_steps",
+    "queue_docs",
+    "queue_tokens",
+    "queue_age_max_steps",
+    "plan_ms",
+    "cp_sharding",
+    "data_hash",
+]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A folder of long-tailed text files and the flags of a small, quick job on it."""
+    folder = tmp_path_factory.mktemp("corpus")
+    rng = np.random.default_rng(0)
+    for i, length in enumerate(np.minimum(rng.lognormal(4.3, 1.1, 400), 600).astype(int) + 1):
+        (folder / f"{i:03}.txt").write_bytes(
+            rng.choice(list(b"abcdefgh \n"), length, p=[0.3, *[0.7 / 9] * 9]).tobytes()[::8]
+        )
+    cache = tmp_path_factory.mktemp("cache")
+    return [
+        *("--job.config_file", "train_configs/debug_cpu.toml", "--training.dataset", "text", "--training.dataset_path", str(folder)),
+        *("--training.dataset_cache", str(cache), "--training.seq_len", "512", "--training.steps", "10", "--metrics.enable_color=false"),
+        *("--training.num_workers", "0", "--optimizer.lr", "1e-3", "--checkpoint.enable", "--checkpoint.interval", "5"),
+    ]  # fmt: skip
+
+
+def layout(dp=1, cp=1, pp=1, tp=1):
+    degrees = {"data_parallel_shard": dp, "context_parallel": cp, "pipeline_parallel": pp, "tensor_parallel": tp}
+    return [x for name, d in degrees.items() for x in (f"--parallelism.{name}_degree", str(d))]
+
+
+def train(flags, processes=2, expect=0, timeout=240, **env):
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(processes),
+        "train.py",
+        *flags,
+    ]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=timeout,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | env,
+    )
+    assert (done.returncode == 0) == (expect == 0), done.stdout[-3000:] + done.stderr[-6000:]
+    return done.stdout + done.stderr
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def series(folder: Path, key: str) -> list:
+    return [r[key] for r in lines(folder)]
+
+
+@pytest.fixture(scope="module")
+def straight(corpus, tmp_path_factory):
+    """Ten steps with DP=2, a checkpoint after five."""
+    folder = tmp_path_factory.mktemp("straight")
+    train([*corpus, *layout(dp=2), "--job.dump_folder", str(folder)])
+    return folder
+
+
+def test_records(straight):
+    records = lines(straight)
+    assert [r["step"] for r in records] == list(range(1, 11))
+    for r in records:
+        assert set(r) == set(KEYS)
+        assert (
+            r["mfu"] is None
+            and r["imbalance_dp"] >= 1
+            and r["imbalance_micro_batch"] >= 1
+            and 0 <= r["pad_fraction"] < 0.3
+        )
+        assert r["cp_sharding"] == {"whole": 4} and r["imbalance_cp"] == 1.0
+        assert r["tps"] == pytest.approx(r["tokens"] / r["step_time_s"] / 2, rel=1e-6)
+    assert records[-1]["loss"] < records[0]["loss"] - 0.5
+    assert len(set(series(straight, "data_hash"))) == 10
+
+
+def forked(straight: Path, folder: Path, keep: int = 5) -> Path:
+    """A run folder that looks as if training had stopped after the checkpoint of step 5."""
+    shutil.copytree(straight, folder)
+    for path in (folder / "checkpoint").glob("step-*"):
+        if int(path.name[5:]) > keep:
+            shutil.rmtree(path)
+    return folder
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_resume_is_exact_for_any_number_of_workers(corpus, straight, tmp_path, workers):
+    folder = forked(straight, tmp_path / "run")
+    flags = [*corpus, *layout(dp=2), "--job.dump_folder", str(folder), "--training.num_workers", str(workers)]
+    if workers == 1:  # twice: stop at 7 in between
+        train([*flags, "--checkpoint.interval", "7"])
+        assert series(folder, "step") == list(range(1, 11))
+        forked(folder, tmp_path / "again", keep=7)
+        folder = tmp_path / "again"
+        flags += ["--job.dump_folder", str(folder)]
+    train(flags)
+    for key in ("step", "data_hash", "loss", "grad_norm"):
+        assert series(folder, key) == series(straight, key), key
+
+
+@pytest.mark.parametrize(
+    "name, degrees, processes", [("dp1", {}, 1), ("cp2", {"cp": 2}, 2), ("pp2tp2", {"pp": 2, "tp": 2}, 4)]
+)
+def test_resume_in_another_layout(corpus, straight, tmp_path, name, degrees, processes):
+    folder = forked(straight, tmp_path / "run")
+    train([*corpus, *layout(**degrees), "--job.dump_folder", str(folder)], processes)
+    assert series(folder, "data_hash") == series(straight, "data_hash")
+    assert series(folder, "loss") == pytest.approx(series(straight, "loss"), rel=1e-5)
+
+
+def test_mistakes_on_resume_and_at_start_are_named_once(corpus, straight, tmp_path):
+    folder = forked(straight, tmp_path / "run")
+    flags = [*corpus, *layout(dp=2), "--job.dump_folder", str(folder)]
+    out = train([*flags, "--training.global_batch_size", "6", "--debug.seed", "1"], expect=1)
+    assert out.count("--training.global_batch_size: the checkpoint was made with 4, configured is 6") == 1
+    assert out.count("--debug.seed: the checkpoint was made with 0, configured is 1") == 1
+    out = train([*flags, "--checkpoint.load_step", "8"], expect=1)
+    assert out.count("--checkpoint.load_step 8: complete checkpoints in") == 1
+    out = train([*corpus, "--parallelism.tensor_parallel_degree", "3"], processes=4, expect=1)
+    assert out.count("The configuration cannot run:") == 1 and "allow 1, 2, 4" in out
+
+
+def test_an_incomplete_checkpoint_is_never_loaded(corpus, straight, tmp_path):
+    folder = forked(straight, tmp_path / "run")
+    shutil.copytree(folder / "checkpoint/step-5", folder / "checkpoint/step-9")
+    (folder / "checkpoint/step-9/.metadata").unlink()
+    out = train([*corpus, *layout(dp=2), "--job.dump_folder", str(folder), "--checkpoint.async_mode", "async"])
+    assert "step-9 is not a complete checkpoint" in out and "Training starts at step 6" in out
+    assert series(folder, "loss") == series(straight, "loss")
+    assert (folder / "checkpoint/step-10/.metadata").exists()
+
+
+def test_loggers_validation_profile_and_end_of_data(corpus, tmp_path):
+    flags = [
+        *corpus, *layout(pp=2), "--job.dump_folder", str(tmp_path), "--training.epochs", "1", "--training.steps", "100",
+        "--metrics.enable_tensorboard", "--metrics.enable_wandb", "--profiling.enable_profiling", "--profiling.profile_freq", "3",
+        "--validation.enable", "--validation.dataset", "text", "--validation.dataset_path", corpus[5], "--validation.freq", "2",
+        "--activation_checkpoint.mode", "selective",
+    ]  # fmt: skip
+    out = train(flags, WANDB_MODE="offline", WANDB_DIR=str(tmp_path))
+    records = lines(tmp_path)
+    assert "The data has ended" in out and records[-1]["queue_docs"] == 0
+    assert sum(r["docs"] for r in records) == int(out.split("documents ")[1].split(",")[0].replace(",", ""))
+    assert list(tmp_path.rglob("*.wandb")) and list(tmp_path.rglob("rank1.json"))
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert [e.value for e in events.Scalars("loss")] == pytest.approx([r["loss"] for r in records], rel=1e-6)
+    assert len(events.Scalars("validation_loss")) == records[-1]["step"] // 2
+    assert 0 < events.Scalars("validation_loss")[0].value < 6

@@ -1,0 +1,183 @@
+"""From files to micro-batches: policies and counts, labels, masks, order, tokenizers."""
+
+import json
+
+import numpy as np
+import pytest
+
+from torchtitan_wlb.config import ConfigError
+from torchtitan_wlb.data.documents import Documents, SourceSpec, apply_length_policy
+from torchtitan_wlb.data.micro_batch import IGNORE_INDEX, Layout, build_micro_batch
+from torchtitan_wlb.data.sampler import DocumentOrder, permute
+from torchtitan_wlb.data.sources import read_functions, synthetic_lengths
+from torchtitan_wlb.data.tokenizer import Tokenizer
+from torchtitan_wlb.packing.outlier_queue import Span
+
+BYTES = Tokenizer("bytes", add_bos=True, add_eos=True)
+
+
+def spec(name, path, seq_len=16, policy="split", column="text", mask=""):
+    return SourceSpec(name, str(path), column, mask, seq_len, policy)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, text in (("a.txt", "hello"), ("b.txt", ""), ("c.txt", "x" * 30), ("d/e.txt", "ünï")):
+        path = tmp_path / "texts" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path / "texts"
+
+
+@pytest.mark.parametrize("policy, lengths", [("split", [7, 16, 16, 7]), ("truncate", [7, 16, 7]), ("drop", [7, 7])])
+def test_long_documents_and_empty_ones(folder, tmp_path, policy, lengths):
+    d = Documents([spec("text", folder, policy=policy)], [1.0], BYTES, str(tmp_path / "cache"))
+    assert d.lengths(np.arange(len(d))).tolist() == lengths
+    (counts,) = d.counts()
+    assert {k: counts[k] for k in ("rows", "empty", "long", "documents")} == {
+        "rows": 4,
+        "empty": 1,
+        "long": 1,
+        "documents": len(lengths),
+    }
+    assert BYTES.decode(d.tokens(len(d) - 1, 0, 7).tolist()) == "ünï"
+    if policy == "split":
+        # Pieces are documents: 256 x*30 257 is cut into 16 + 16.
+        assert d.tokens(1, 0, 16).tolist() == [256] + [120] * 15
+        assert d.tokens(2, 0, 16).tolist() == [120] * 15 + [257]
+
+
+def test_labels_are_shifted_inside_the_document(folder, tmp_path):
+    d = Documents([spec("text", folder)], [1.0], BYTES, str(tmp_path / "cache"))
+    assert d.labels(0, 0, 7, -1).tolist() == [*b"hello", 257, -1]
+    assert d.labels(0, 2, 5, -1).tolist() == [*b"llo"]  # a cut span still has a target for its last token
+    assert (d.n_targets(0, 0, 7), d.n_targets(0, 2, 5), d.n_targets(0, 5, 7)) == (6, 3, 1)
+
+
+def test_the_cache_is_reused_and_depends_on_the_files(folder, tmp_path):
+    cache = tmp_path / "cache"
+    first = Documents([spec("text", folder)], [1.0], BYTES, str(cache)).fingerprint
+    assert Documents([spec("text", folder)], [1.0], BYTES, str(cache)).fingerprint == first
+    assert len(list(cache.iterdir())) == 1
+    (folder / "a.txt").write_text("hello, more")
+    assert Documents([spec("text", folder)], [1.0], BYTES, str(cache)).fingerprint != first
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_json_parquet_tokens_flat_and_synthetic_sources(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [[1, 2, 3, 4], [], [5], [6, 7, 8]]
+    masks = [[1, 1, 0, 1], [], [1], [1, 0, 0]]
+    (tmp_path / "t.jsonl").write_text("\n".join(json.dumps({"body": t}) for t in ("ab", "c")))
+    pq.write_table(pa.table({"body": ["ab", "c"]}), tmp_path / "t.parquet")
+    pq.write_table(pa.table({"ids": rows, "mask": masks}), tmp_path / "ids.parquet")
+    np.array([1, 2, 3, 4, 5, 6], dtype=np.uint16).tofile(tmp_path / "flat.bin")
+    (tmp_path / "flat.json").write_text(json.dumps({"dtype": "uint16", "lengths": [4, 2]}))
+    (tmp_path / "lengths.json").write_text("[3, 40, 7]")
+
+    def load(*specs):
+        return Documents(list(specs), [1.0] * len(specs), BYTES, str(tmp_path / "cache"))
+
+    for source, file in (("json", "t.jsonl"), ("parquet", "t.parquet")):
+        d = load(spec(source, tmp_path / file, column="body"))
+        assert [d.tokens(i, 0, n).tolist() for i, n in ((0, 4), (1, 3))] == [[256, 97, 98, 257], [256, 99, 257]]
+
+    # Document [5] has one token; [6, 7, 8] has targets 7 and 8, both masked: neither has a target.
+    d = load(spec("tokens", tmp_path / "ids.parquet", column="ids", mask="mask"))
+    assert len(d) == 1 and d.counts()[0]["no_target"] == 2 and d.counts()[0]["empty"] == 1
+    assert d.labels(0, 0, 4, -1).tolist() == [2, -1, 4, -1] and d.n_targets(0, 0, 4) == 2 and d.n_targets(0, 0, 2) == 1
+
+    both = load(spec("tokens", tmp_path / "flat.bin"), spec("synthetic", tmp_path / "lengths.json", seq_len=16))
+    assert both.sizes == [2, 5] and both.lengths(np.arange(7)).tolist() == [4, 2, 3, 16, 16, 8, 7]
+    assert both.tokens(1, 0, 2).tolist() == [5, 6]
+    assert np.array_equal(both.tokens(4, 2, 9), both.tokens(4, 0, 16)[2:9])
+    with pytest.raises(ConfigError, match="dataset_column"):
+        load(spec("json", tmp_path / "t.jsonl", column="text"))
+    with pytest.raises(ConfigError, match="no file found"):
+        load(spec("text", tmp_path / "nothing"))
+
+
+def test_synthetic_distribution_is_long_tailed():
+    lengths = synthetic_lengths("wlb_128k:50000")
+    assert 3_000 < lengths.mean() < 5_000 and 2_900 < np.median(lengths) < 3_600
+    assert lengths[lengths >= 32_768].sum() / lengths.sum() > 0.1
+    assert synthetic_lengths("wlb_128k:1000:0.5").max() <= 62_500
+
+
+def test_functions_are_documents(tmp_path):
+    (tmp_path / "m.py").write_text(
+        "import os\ndef f(x):\n    def g(): pass\n    return x\nclass C:\n    async def h(self):\n        return 1\n"
+    )
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    assert list(read_functions([str(tmp_path / "broken.py"), str(tmp_path / "m.py")])) == [
+        "def f(x):\n    def g(): pass\n    return x\n",
+        "async def h(self):\n    return 1\n",
+    ]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 64, 1000, 4097])
+def test_every_epoch_is_a_permutation(n):
+    orders = [permute(np.arange(n), n, (seed, 0, epoch)) for seed, epoch in ((0, 0), (0, 1), (1, 0))]
+    for order in orders:
+        assert sorted(order.tolist()) == list(range(n))
+    assert np.array_equal(permute(np.arange(n)[n // 2 :], n, (0, 0, 0)), orders[0][n // 2 :])
+    if n > 3:
+        assert not np.array_equal(orders[0], orders[1]) and not np.array_equal(orders[0], orders[2])
+        displaced = np.abs(orders[0] - np.arange(n)).mean() / n
+        assert 0.2 < displaced < 0.46 or n < 100  # a random permutation moves by n / 3 on average
+
+
+def test_sources_are_mixed_by_tokens():
+    lengths = np.array([10] * 50 + [100] * 50)
+    order = DocumentOrder([50, 50], [3.0, 1.0], lambda ids: lengths[ids], seed=0)
+    drawn = [order.next() for _ in range(2000)]
+    tokens = [sum(d for id, d in drawn if (id < 50) == first) for first in (True, False)]
+    assert tokens[0] / tokens[1] == pytest.approx(3.0, rel=0.02)
+    again = DocumentOrder([50, 50], [3.0, 1.0], lambda ids: lengths[ids], seed=0)
+    for _ in range(777):
+        again.next()
+    other = DocumentOrder([50, 50], [3.0, 1.0], lambda ids: lengths[ids], seed=0)
+    other.restore(json.loads(json.dumps(again.state())))
+    assert [other.next() for _ in range(100)] == drawn[777:877]
+
+
+def test_finite_epochs_end():
+    order = DocumentOrder([3], [1.0], lambda ids: np.ones(len(ids), int), seed=0, epochs=2)
+    drawn = [order.next() for _ in range(7)]
+    assert sorted(id for id, _ in drawn[:3]) == sorted(id for id, _ in drawn[3:6]) == [0, 1, 2] and drawn[6] is None
+
+
+def test_micro_batch_of_hand_written_documents(folder, tmp_path):
+    d = Documents([spec("text", folder)], [1.0], BYTES, str(tmp_path / "cache"))
+    layout = Layout(dp=1, dp_rank=0, cp=1, cp_rank=0, tp=1, tp_rank=0, sharding="adaptive", tile=1)
+    mb = build_micro_batch([Span(0, 0, 7, 1), Span(3, 0, 3, 1)], d, layout, multiple=4)
+    assert mb.tokens.tolist() == [[256, *b"hello", 257, 256, *"ü".encode(), 0, 0]]
+    i = IGNORE_INDEX
+    assert mb.labels.tolist() == [[*b"hello", 257, i, *"ün".encode()[:3], i, i]]
+    assert mb.positions.tolist() == [[0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 0, 0]]
+    assert mb.attention.segments == [(0, 7, 0, 7), (7, 10, 7, 10)] and mb.lengths == [7, 3] and mb.n_tokens == 12
+    empty = build_micro_batch([], d, layout, multiple=4)
+    assert empty.n_tokens == 4 and (empty.labels == i).all() and empty.attention.segments == []
+
+
+def test_tokenizers(tmp_path):
+    import base64
+
+    assert BYTES.padded_vocab_size == 384 and BYTES.encode_documents(["é", ""]) == [[256, 195, 169, 257], []]
+    ranks = {bytes([i]): i for i in range(256)} | {b"he": 256, b"ll": 257, b"hell": 258}
+    path = tmp_path / "tokenizer.model"
+    path.write_text("".join(f"{base64.b64encode(b).decode()} {i}\n" for b, i in ranks.items()))
+    t = Tokenizer(str(path), add_bos=True, add_eos=False)
+    assert t.encode_documents(["hello <|end_of_text|>"])[0][:3] == [259, 258, ord("o")]
+    assert t.decode(t.encode("hello wörld")) == "hello wörld"
+    assert (t.bos_id, t.eos_id, t.n_ids, t.padded_vocab_size) == (259, 260, 515, 640)
+    with pytest.raises(ConfigError, match=r"--model.tokenizer nothing: not a file; legal names are bytes"):
+        Tokenizer("nothing")
+
+
+def test_policy_counts():
+    rows, counts = apply_length_policy(np.array([0, 5, 25]), 10, "split")
+    assert rows.tolist() == [[1, 0, 5], [2, 0, 10], [2, 10, 20], [2, 20, 25]]
+    assert counts == {"rows": 3, "empty": 1, "long": 1}

@@ -1,0 +1,124 @@
+"""Attention kernel, chunked loss, rotary table, layer split: against textbook formulas in fp64."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchtitan_wlb.context_parallel.shard_plan import BUILDERS
+from torchtitan_wlb.data.micro_batch import padded_length
+from torchtitan_wlb.loss import chunked_cross_entropy
+from torchtitan_wlb.models.attention import sdpa, select_attention, varlen
+from torchtitan_wlb.models.llama import ModelArgs, RopeScaling, Transformer, llama_configs, rotary_table
+from torchtitan_wlb.parallelisms.pipeline_llama import my_stages, split_layers
+
+
+def dense_attention(q, k, v, segments):
+    """Masked softmax over everything, the definition."""
+    group = q.shape[1] // k.shape[1]
+    mask = torch.zeros(q.shape[0], k.shape[0], dtype=torch.bool)
+    for q0, q1, k0, k1 in segments:
+        for i in range(q0, q1):
+            mask[i, k0 : k1 - (q1 - 1 - i)] = True
+    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) / math.sqrt(q.shape[-1])
+    p = scores.masked_fill(~mask, float("-inf")).softmax(-1).nan_to_num(0.0)
+    return torch.einsum("hqk,khd->qhd", p, v.repeat_interleave(group, 1))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.one_of(st.just(1), st.integers(1, 60)), min_size=1, max_size=12),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from(["per_sequence", "per_document"]),
+    st.sampled_from([(4, 4), (4, 2), (4, 1)]),
+)
+def test_chunks_of_all_ranks_make_the_whole_attention(lengths, cp, sharding, heads):
+    """Ranks simulated one after the other: outputs and summed gradients equal dense attention, padding gets zeros."""
+    total = padded_length(sum(lengths), cp, 1, 16)
+    plan = BUILDERS[sharding](lengths, total, cp)
+    generator = torch.Generator().manual_seed(len(lengths))
+    q, k, v, g = (
+        torch.randn(total, h, 8, generator=generator, dtype=torch.float64)
+        for h in (heads[0], heads[1], heads[1], heads[0])
+    )
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    truth = dense_attention(q, k, v, [(a, b, a, b) for a, b in pairwise(starts)])
+    expected = torch.autograd.grad(truth, leaves, g)
+    out = torch.full_like(truth, float("nan"))
+    for rank in range(cp):
+        index = torch.from_numpy(plan.token_index(rank))
+        out = out.index_copy(0, index, sdpa(q[index], k, v, [tuple(s) for s in plan.segments(rank).tolist()]))
+    torch.testing.assert_close(out, truth, rtol=1e-10, atol=1e-10)
+    assert (out[sum(lengths) :] == 0).all()
+    for got, want in zip(torch.autograd.grad(out, leaves, g), expected):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+def test_attention_memory_is_linear():
+    """The kernel never allocates anything of the size of a mask."""
+    peak = {}
+    for t in (1024, 4096):
+        q, k = torch.randn(t, 2, 16, requires_grad=True), torch.randn(t, 1, 16, requires_grad=True)
+        with torch.profiler.profile(profile_memory=True) as profile:
+            sdpa(q, k, k, [(0, t // 2, 0, t // 2), (t // 2, t, 0, t)]).sum().backward()
+        peak[t] = max(e.self_device_memory_usage + max(0, e.self_cpu_memory_usage) for e in profile.events())
+    assert peak[4096] < 8 * peak[1024] and peak[4096] < 4096 * 4096
+
+
+def test_kernel_choice():
+    assert select_attention("cpu", torch.bfloat16)[0] == "sdpa"
+    assert select_attention("cuda", torch.bfloat16) == ("varlen", varlen)
+    assert select_attention("cuda", torch.float32)[0] == "sdpa"
+
+
+@pytest.mark.parametrize("chunk", [3, 7, 100])
+def test_chunked_cross_entropy(chunk):
+    torch.manual_seed(0)
+    hidden = torch.randn(20, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(12, 6, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(0, 10, (20,))
+    labels[[0, 5, 19]] = -100
+    for y in (labels, torch.full_like(labels, -100)):
+        truth = F.cross_entropy(hidden @ weight[:10].T, y, ignore_index=-100, reduction="sum") * 0.3
+        loss = chunked_cross_entropy(hidden, weight, y, chunk=chunk, n_ids=10) * 0.3
+        torch.testing.assert_close(loss, truth)
+        for got, want in zip(torch.autograd.grad(loss, (hidden, weight)), torch.autograd.grad(truth, (hidden, weight))):
+            torch.testing.assert_close(got, want)
+
+
+def test_rope_scaling_keeps_high_and_stretches_low_frequencies():
+    plain = ModelArgs(dim=256, n_layers=1, n_heads=2, n_kv_heads=2, ffn_dim=4, rope_theta=500_000.0)
+    scaled = ModelArgs(
+        dim=256, n_layers=1, n_heads=2, n_kv_heads=2, ffn_dim=4, rope_theta=500_000.0, rope_scaling=RopeScaling()
+    )
+    a, b = (torch.atan2(t[1, 1], t[1, 0]) for t in (rotary_table(x, 4, torch.device("cpu")) for x in (plain, scaled)))
+    assert torch.equal(a[:20], b[:20])  # wavelengths far below the original context
+    torch.testing.assert_close(a[-5:] / 8, b[-5:])
+    assert (b <= a).all() and rotary_table(plain, 4, torch.device("cpu")).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "flavor, billions", [("550M", 0.55), ("7B", 6.7), ("30B", 30), ("70B", 69), ("llama3_8B", 7.5)]
+)
+def test_flavor_sizes(flavor, billions):
+    args = llama_configs[flavor]
+    parameters = args.linear_flops_per_token(32_000) / 2 + 32_000 * args.dim
+    assert parameters / 1e9 == pytest.approx(billions, rel=0.05)
+    with torch.device("meta"):
+        from dataclasses import replace
+
+        layer = Transformer(replace(args, vocab_size=128), n_ids=128, max_position=2, layers=range(1, 2))
+    assert sum(p.numel() for p in layer.layers.parameters()) == args.layer_flops_per_token / 2 + 2 * args.dim
+
+
+def test_split_layers_evens_out_the_head():
+    assert split_layers(8, 2, 1.0, 0.0) == [range(0, 4), range(4, 8)]
+    assert split_layers(9, 2, 1.0, 1.0) == [range(0, 5), range(5, 9)]
+    assert [len(r) for r in split_layers(7, 4, 1.0, 2.0)] == [2, 2, 2, 1]
+    assert [len(r) for r in split_layers(4, 4, 1.0, 9.0)] == [1, 1, 1, 1]
+    assert my_stages(1, 2, "Interleaved1F1B", 3) == (6, [1, 3, 5])
