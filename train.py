@@ -250,8 +250,9 @@ def main(config: JobConfig) -> None:
                 set_timeouts(config.comm.train_timeout_seconds, mesh, cp_group)
 
             pause = time.perf_counter()
-            if checkpoints and (step % config.checkpoint.interval == 0 or step == training.steps):
-                checkpoints.save(step, {"step": step, "settings": asdict(settings), "planner": batch.state})
+            run_state = {"step": step, "settings": asdict(settings), "planner": batch.state}
+            if checkpoints and step % config.checkpoint.interval == 0:
+                checkpoints.save(run_state)
             if evaluate and step % config.validation.freq == 0:
                 metrics.log_validation(step, *evaluate())
             if step % training.gc_freq == 0:
@@ -261,6 +262,8 @@ def main(config: JobConfig) -> None:
                 profiler.step()
 
     if checkpoints:
+        if step >= first_step and step % config.checkpoint.interval:
+            checkpoints.save(run_state)
         checkpoints.finish()
     if step >= first_step and rank == 0:
         last = min(step, first_step + COMPARED_STEPS - 1)

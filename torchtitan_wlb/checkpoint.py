@@ -83,10 +83,10 @@ class CheckpointManager:
             optimizer |= get_optimizer_state_dict(part, optim, options=_OPTIONS)
         return {"model": model, "optimizer": optimizer}
 
-    def save(self, step: int, run_state: dict[str, Any]) -> None:
-        """Save step-<step>; run_state is JSON and equal on all ranks."""
+    def save(self, run_state: dict[str, Any]) -> None:
+        """Save the checkpoint of run_state["step"]; run_state is JSON and equal on all ranks."""
         self.finish()
-        path = self.folder / f"step-{step}"
+        path = self.folder / f"step-{run_state['step']}"
         if dist.get_rank() == 0:
             shutil.rmtree(path, ignore_errors=True)
             path.mkdir(parents=True)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -181,7 +182,8 @@ def test_loggers_validation_profile_and_end_of_data(corpus, tmp_path):
     out = train(flags, WANDB_MODE="offline", WANDB_DIR=str(tmp_path))
     records = lines(tmp_path)
     assert "The data has ended" in out and records[-1]["queue_docs"] == 0
-    assert sum(r["docs"] for r in records) == int(out.split("documents ")[1].split(",")[0].replace(",", ""))
+    assert sum(r["docs"] for r in records) == int(re.search(r"documents (\d+)", out)[1])
+    assert (tmp_path / f"checkpoint/step-{records[-1]['step']}/.metadata").exists()
     assert list(tmp_path.rglob("*.wandb")) and list(tmp_path.rglob("rank1.json"))
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

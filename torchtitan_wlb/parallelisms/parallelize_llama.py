@@ -6,6 +6,8 @@ compiled, and FSDP2 comes last because it takes parameters as they then are. FSD
 one rank: one code path for precision, gradient reduction and checkpoints.
 """
 
+from typing import cast
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -74,21 +76,23 @@ class ReplicatedKVHeads(ParallelStyle):
         super().__init__()
         self.head_dim = head_dim
 
-    def _apply(self, module: nn.Linear, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         rank, tp = device_mesh.get_local_rank(), device_mesh.size()
         n_kv_heads = module.out_features // self.head_dim
         first = rank * n_kv_heads // tp * self.head_dim
         rows = slice(first, first + self.head_dim)
 
-        def replicate(name: str, m: nn.Linear, mesh: DeviceMesh) -> None:
-            m.weight = nn.Parameter(distribute_tensor(m.weight, mesh, [Replicate()]))
+        def replicate(name: str, m: nn.Module, mesh: DeviceMesh) -> None:
+            m.register_parameter(
+                "weight", nn.Parameter(distribute_tensor(cast(nn.Parameter, m.weight), mesh, [Replicate()]))
+            )
 
         def forward(x: DTensor) -> torch.Tensor:
             # Partial: every rank sees its own heads' share of both gradients.
             local = x.to_local(grad_placements=[Partial()])
             return F.linear(local, module.weight.to_local(grad_placements=[Partial()])[rows])
 
-        module.forward = forward
+        module.forward = forward  # type: ignore[assignment, method-assign]
         return distribute_module(module, device_mesh, replicate)
 
 
