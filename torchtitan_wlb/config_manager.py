@@ -43,7 +43,12 @@ def load_config(argv: list[str]) -> JobConfig:
     if any(word in ("-h", "--help") for word in argv):
         import tyro
 
-        tyro.cli(JobConfig, args=["--help"], use_underscores=True, description="Flags win over the TOML file.")
+        tyro.cli(
+            tyro.conf.FlagConversionOff[JobConfig],
+            args=["--help"],
+            use_underscores=True,
+            description="Flags win over the TOML file.",
+        )
     problems: list[str] = []
     flags = _parse_flags(argv, problems)
     merged: dict[str, dict[str, Any]] = {}
@@ -205,6 +210,11 @@ def validate(config: JobConfig, world_size: int) -> ParallelDims:
             f"--parallelism.pipeline_parallel_degree {dims.pp} makes {n_stages} stages, {config.model.flavor} has "
             f"{m.n_layers} layers: every stage needs at least one",
         )
+
+    check(
+        not config.compile.enable or dims.tp == 1,
+        f"--compile.enable with --parallelism.tensor_parallel_degree {dims.tp}: compiling works with degree 1 only so far",
+    )
 
     n = t.global_batch_size
     check(n >= 1 or n == -1, f"--training.global_batch_size {n}: must be -1 or at least 1")
