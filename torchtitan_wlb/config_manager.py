@@ -213,7 +213,7 @@ def validate(config: JobConfig, world_size: int) -> ParallelDims:
 
     check(
         not config.compile.enable or dims.tp == 1,
-        f"--compile.enable with --parallelism.tensor_parallel_degree {dims.tp}: compiling works with degree 1 only so far",
+        f"--compile.enable with --parallelism.tensor_parallel_degree {dims.tp}: works with degree 1 only so far",
     )
 
     n = t.global_batch_size
