@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,7 +24,6 @@ from torchtitan_wlb.config_manager import (
     load_config,
     validate,
 )
-from torchtitan_wlb.context_parallel.selection import QUERY_TILE
 from torchtitan_wlb.context_parallel.shard_plan import BUILDERS
 from torchtitan_wlb.data.dataloader import StepDataset, build_dataloader, make_planner
 from torchtitan_wlb.data.documents import load_documents
@@ -34,8 +34,11 @@ from torchtitan_wlb.metrics import MetricLogger, peak_flops
 from torchtitan_wlb.models.attention import select_attention
 from torchtitan_wlb.models.llama import Transformer, llama_configs
 from torchtitan_wlb.optimizer import Optimizers, lr_factor
-from torchtitan_wlb.packing.cost_model import RATES, analytic_cost_model
-from torchtitan_wlb.packing.planner import mean_imbalance, reconcile, resolve_settings
+from torchtitan_wlb.packing.cost_model import DEVICES
+from torchtitan_wlb.packing.profile import build_cost_model, detect_device
+from torchtitan_wlb.packing.settings import fields_left_open, reconcile, resolve_settings
+from torchtitan_wlb.packing.simulate import measure
+from torchtitan_wlb.packing.tuning import tune
 from torchtitan_wlb.parallelisms.distributed import (
     check_agreement,
     clip_grad_norm,
@@ -43,7 +46,6 @@ from torchtitan_wlb.parallelisms.distributed import (
     init_distributed,
     set_timeouts,
 )
-from torchtitan_wlb.parallelisms.parallel_dims import minimum_micro_batches
 from torchtitan_wlb.parallelisms.parallelize_llama import parallelize_llama
 from torchtitan_wlb.parallelisms.pipeline_llama import Pipeline, my_stages, split_layers
 from torchtitan_wlb.profiling import maybe_memory_snapshot, maybe_profile
@@ -68,28 +70,27 @@ def main(config: JobConfig) -> None:
 
     # What decides packing is resolved once; a resumed run takes it from the checkpoint, whatever its layout.
     model_args = replace(llama_configs[config.model.flavor], vocab_size=tokenizer.padded_vocab_size)
-    cost_device = detect_cost_device(config.cost_model.device)
-    cost = analytic_cost_model(
-        model_args.linear_flops_per_token(model_args.vocab_size),
-        model_args.attention_flops_per_pair(),
-        cost_device,
-    )
+    cost_device = detect_device(config.cost_model.device)
+    cost = build_cost_model(config.cost_model.profile, cost_device, model_args, tp=dims.tp, cp=dims.cp)
     settings = resolve_settings(
         training,
         config.packing,
         seed=config.debug.seed,
-        default_n=dims.dp * minimum_micro_batches(dims.pp),
+        dp=dims.dp,
+        pp=dims.pp,
         cost=cost,
         documents=documents.fingerprint,
     )
+    plan_steps = partial(make_planner, documents)
     checkpoint_folder = Path(config.job.dump_folder) / config.checkpoint.folder
     checkpoint = find_checkpoint(checkpoint_folder, config.checkpoint.load_step) if config.checkpoint.enable else None
     run_state = read_run_state(checkpoint) if checkpoint else None
     if run_state:
-        left_open = {"n"} if training.global_batch_size == -1 else set()
-        left_open |= set() if config.packing.outlier_thresholds else {"thresholds"}
-        left_open |= {"pair_cost", "token_cost"} if config.cost_model.device == "auto" else set()
-        settings = reconcile(run_state["settings"], settings, left_open)
+        settings = reconcile(
+            run_state["settings"], settings, fields_left_open(training, config.packing, config.cost_model)
+        )
+    else:
+        settings = tune(settings, config.packing.target_delay, plan_steps)
     my = dims.coordinates(rank)
     n_stages, stage_indices = my_stages(
         my["pp"],
@@ -109,7 +110,7 @@ def main(config: JobConfig) -> None:
         tp=dims.tp,
         tp_rank=my["tp"],
         sharding=config.context_parallel.sharding,
-        tile=QUERY_TILE[cost_device],
+        tile=DEVICES[cost_device].tile,
     )
     dataset = StepDataset(documents, settings, layout, run_state["planner"] if run_state else None)
     steps = iter(build_dataloader(dataset, training.num_workers, pin_memory=torch.cuda.is_available()))
@@ -122,7 +123,7 @@ def main(config: JobConfig) -> None:
         torch.use_deterministic_algorithms(True)
     mesh, cp_group = dims.build_mesh(device.type), dims.build_cp_group()
     check_agreement({"packing settings": settings.hash(), "resumed step": str(run_state["step"] if run_state else 0)})
-    logger.info(f"{dims} on {device.type}, N {settings.n}, S_max {settings.s_max}, thresholds {settings.thresholds}")
+    logger.info(f"{dims} on {device.type}; {settings.describe()}")
 
     # The model: this rank's stages on the meta device, made parallel, then filled in place.
     dtype = getattr(torch, training.mixed_precision_param)
@@ -268,7 +269,7 @@ def main(config: JobConfig) -> None:
     if step >= first_step and rank == 0:
         last = min(step, first_step + COMPARED_STEPS - 1)
         ours, plain = (
-            mean_imbalance(make_planner(documents, replace(settings, strategy=name)), first_step, last)
+            measure(plan_steps(replace(settings, strategy=name)), last - first_step + 1, first_step - 1).imbalance_mean
             for name in (settings.strategy, "plain")
         )
         logger.info(
@@ -279,14 +280,6 @@ def main(config: JobConfig) -> None:
     logger.info(f"Done after step {step}, {time.perf_counter() - began:.1f} s")
     dist.barrier()
     dist.destroy_process_group()
-
-
-def detect_cost_device(configured: str) -> str:
-    """Device whose rates the workload model uses."""
-    if configured != "auto":
-        return configured
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return next((key for key in RATES if key.upper() in name.upper()), "h100")
 
 
 def build_validation(

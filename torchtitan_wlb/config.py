@@ -83,14 +83,31 @@ class Training:
 
 @dataclass
 class Packing:
-    strategy: Literal["plain", "wlb_paper", "wlb"] = "wlb"
-    """How documents become micro-batches: plain (concatenate and cut at the window), wlb_paper (Algorithm 1 of
-    WLB-LLM), wlb (the default; at present Algorithm 1 too)."""
+    strategy: Literal["plain", "plain_whole", "fixed", "fixed_solver", "wlb_paper", "wlb"] = "wlb"
+    """How documents become micro-batches. plain: concatenate and cut at the window. plain_whole: documents whole, next
+    fit, padded tail.
+    fixed, fixed_solver: repacked into sequences of fixed length, greedily or by an integer program. wlb_paper:
+    Algorithm 1 of WLB-LLM.
+    wlb: ours."""
     max_len_factor: float = 1.5
-    """S_max / seq_len: no micro-batch is longer. Set by memory."""
-    outlier_thresholds: tuple[int, ...] = ()
-    """Lengths L_1 < L_2 < ... in tokens: documents of L_i to L_(i+1) wait in queue i until it holds N of them. Empty:
-    5/16 and 10/16 of the context window."""
+    """S_max / seq_len: no micro-batch of wlb and wlb_paper is longer. Set by memory; always wins over balance."""
+    max_tokens_in_flight: int = 0
+    """wlb: tokens that as many micro-batches as there are pipeline stages (those alive at once under 1F1B) may hold
+    together; 0: no limit besides S_max."""
+    delay_price: float | Literal["auto"] = "auto"
+    """wlb: linear work of how many tokens ending one step of waiting of one token is worth; lower is better balanced
+    and later. auto: found at the first step on the documents, for target_delay."""
+    target_delay: float = 0.45
+    """Mean delay in steps that auto aims at."""
+    max_delay_steps: int = 15
+    """wlb: a document that has waited so long leaves, whatever it does to the balance."""
+    outlier_thresholds: tuple[int, ...] | Literal["auto"] = "auto"
+    """wlb_paper: lengths L_1 < L_2 < ... in tokens; documents of L_i to L_(i+1) wait in queue i until it holds N of
+    them. auto: the best balance on the documents within target_delay, found at the first step."""
+    window: int = 1
+    """fixed, fixed_solver: global batches that are repacked together."""
+    solver_seconds: float = 1.0
+    """fixed_solver: time limit of the integer program."""
 
 
 @dataclass
@@ -103,6 +120,8 @@ class ContextParallel:
 class CostModel:
     device: Literal["auto", "cpu", "h100", "h200"] = "auto"
     """Device whose rates the analytic workload model uses. Frozen at the first step of a run."""
+    profile: str = ""
+    """JSON of scripts/profile_costs.py: measured costs instead of analytic ones. Frozen at the first step of a run."""
 
 
 @dataclass

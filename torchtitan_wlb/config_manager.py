@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -28,6 +28,16 @@ else:
 
 _SECTIONS: dict[str, Any] = {f.name: f.type for f in dataclasses.fields(JobConfig)}
 _KEYS = {s: {f.name: f.type for f in dataclasses.fields(cls)} for s, cls in _SECTIONS.items()}
+
+
+def _takes_several(section: str, key: str) -> bool:
+    """Whether a field is a tuple, alone or in a union with a word such as "auto"."""
+    declared = _KEYS.get(section, {}).get(key)
+    return any(get_origin(t) is tuple for t in (declared, *get_args(declared)))
+
+
+def _several(values: list) -> Any:
+    return values[0] if values == ["auto"] else values
 
 
 def load_config(argv: list[str]) -> JobConfig:
@@ -80,7 +90,7 @@ def _parse_flags(argv: list[str], problems: list[str]) -> dict[str, dict[str, An
         values = [value] if has_value else []
         section, _, key = name.partition(".")
         key = key.replace("-", "_")
-        is_tuple = get_origin(_KEYS.get(section, {}).get(key)) is tuple
+        is_tuple = _takes_several(section, key)
         if not has_value:
             while words and not words[0].startswith("--") and (is_tuple or not values):
                 values.append(words.pop(0))
@@ -91,7 +101,7 @@ def _parse_flags(argv: list[str], problems: list[str]) -> dict[str, dict[str, An
         if not values and not is_tuple:
             problems.append(f"--{name} needs a value")
             continue
-        flags.setdefault(section, {})[key] = values if is_tuple else values[0]
+        flags.setdefault(section, {})[key] = _several(values) if is_tuple else values[0]
     return flags
 
 
@@ -111,8 +121,9 @@ def _read_toml(path: str, problems: list[str]) -> dict[str, dict[str, Any]]:
             continue
         for key, value in keys.items():
             if _known(section, key, f"[{section}] {key} in {path}", problems):
-                is_tuple = get_origin(_KEYS[section][key]) is tuple
-                merged.setdefault(section, {})[key] = [value] if is_tuple and not isinstance(value, list) else value
+                if _takes_several(section, key):
+                    value = _several(value if isinstance(value, list) else [value])
+                merged.setdefault(section, {})[key] = value
         if not keys:
             _known(section, "", f"[{section}] in {path}", problems)
     return merged
@@ -235,11 +246,24 @@ def validate(config: JobConfig, world_size: int) -> ParallelDims:
             f"--training.seq_len_multiple {t.seq_len_multiple}: must divide --training.seq_len {t.seq_len}",
         )
     check(k.max_len_factor >= 1.0, f"--packing.max_len_factor {k.max_len_factor}: must be at least 1.0")
-    th = k.outlier_thresholds
+    if k.outlier_thresholds != "auto":
+        th = k.outlier_thresholds
+        check(
+            list(th) == sorted(set(th)) and all(0 < x <= t.seq_len for x in th),
+            f"--packing.outlier_thresholds {' '.join(map(str, th))}: must rise and lie in "
+            f"1..{t.seq_len} (--training.seq_len)",
+        )
     check(
-        list(th) == sorted(set(th)) and all(0 < x <= t.seq_len for x in th),
-        f"--packing.outlier_thresholds {' '.join(map(str, th))}: must rise and lie in "
-        f"1..{t.seq_len} (--training.seq_len)",
+        k.delay_price == "auto" or k.delay_price > 0, f"--packing.delay_price {k.delay_price}: must be auto or above 0"
+    )
+    check(k.target_delay > 0, f"--packing.target_delay {k.target_delay}: must be above 0")
+    check(k.max_delay_steps >= 0, f"--packing.max_delay_steps {k.max_delay_steps}: must be 0 or more")
+    check(k.window >= 1, f"--packing.window {k.window}: must be at least 1")
+    check(k.solver_seconds > 0, f"--packing.solver_seconds {k.solver_seconds}: must be above 0")
+    check(
+        k.max_tokens_in_flight == 0 or k.max_tokens_in_flight >= dims.pp * t.seq_len,
+        f"--packing.max_tokens_in_flight {k.max_tokens_in_flight}: must be 0 or at least pipeline degree x seq_len = "
+        f"{dims.pp * t.seq_len}, the average",
     )
     check(t.steps >= 1, f"--training.steps {t.steps}: must be at least 1")
     check(t.epochs >= 0, f"--training.epochs {t.epochs}: must be 0 (endless) or more")

@@ -11,7 +11,7 @@ from torchtitan_wlb.data.micro_batch import IGNORE_INDEX, Layout, build_micro_ba
 from torchtitan_wlb.data.sampler import DocumentOrder, permute
 from torchtitan_wlb.data.sources import read_functions, synthetic_lengths
 from torchtitan_wlb.data.tokenizer import Tokenizer
-from torchtitan_wlb.packing.outlier_queue import Span
+from torchtitan_wlb.packing.spans import as_spans
 
 BYTES = Tokenizer("bytes", add_bos=True, add_eos=True)
 
@@ -51,7 +51,8 @@ def test_labels_are_shifted_inside_the_document(folder, tmp_path):
     d = Documents([spec("text", folder)], [1.0], BYTES, str(tmp_path / "cache"))
     assert d.labels(0, 0, 7, -1).tolist() == [*b"hello", 257, -1]
     assert d.labels(0, 2, 5, -1).tolist() == [*b"llo"]  # a cut span still has a target for its last token
-    assert (d.n_targets(0, 0, 7), d.n_targets(0, 2, 5), d.n_targets(0, 5, 7)) == (6, 3, 1)
+    assert [d.count_targets(as_spans([(0, *cut, 1)])) for cut in ((0, 7), (2, 5), (5, 7))] == [6, 3, 1]
+    assert d.count_targets(as_spans([(0, 0, 7, 1), (2, 3, 16, 1), (3, 0, 7, 1)])) == 6 + 12 + 6
 
 
 def test_the_cache_is_reused_and_depends_on_the_files(folder, tmp_path):
@@ -87,7 +88,8 @@ def test_json_parquet_tokens_flat_and_synthetic_sources(tmp_path):
     # Document [5] has one token; [6, 7, 8] has targets 7 and 8, both masked: neither has a target.
     d = load(spec("tokens", tmp_path / "ids.parquet", column="ids", mask="mask"))
     assert len(d) == 1 and d.counts()[0]["no_target"] == 2 and d.counts()[0]["empty"] == 1
-    assert d.labels(0, 0, 4, -1).tolist() == [2, -1, 4, -1] and d.n_targets(0, 0, 4) == 2 and d.n_targets(0, 0, 2) == 1
+    assert d.labels(0, 0, 4, -1).tolist() == [2, -1, 4, -1]
+    assert [d.count_targets(as_spans([(0, 0, stop, 1)])) for stop in (4, 2)] == [2, 1]
 
     both = load(spec("tokens", tmp_path / "flat.bin"), spec("synthetic", tmp_path / "lengths.json", seq_len=16))
     assert both.sizes == [2, 5] and both.lengths(np.arange(7)).tolist() == [4, 2, 3, 16, 16, 8, 7]
@@ -129,36 +131,51 @@ def test_every_epoch_is_a_permutation(n):
         assert 0.2 < displaced < 0.46 or n < 100  # a random permutation moves by n / 3 on average
 
 
+def draw(order: DocumentOrder, tokens: int) -> list[tuple[int, int]]:
+    ids, lengths = order.peek(tokens)
+    order.advance(ids)
+    return list(zip(ids.tolist(), lengths.tolist()))
+
+
 def test_sources_are_mixed_by_tokens():
     lengths = np.array([10] * 50 + [100] * 50)
-    order = DocumentOrder([50, 50], [3.0, 1.0], lambda ids: lengths[ids], seed=0)
-    drawn = [order.next() for _ in range(2000)]
+
+    def new():
+        return DocumentOrder([50, 50], [3.0, 1.0], lambda ids: lengths[ids], seed=0)
+
+    drawn = draw(new(), 40_000)
     tokens = [sum(d for id, d in drawn if (id < 50) == first) for first in (True, False)]
     assert tokens[0] / tokens[1] == pytest.approx(3.0, rel=0.02)
-    again = DocumentOrder([50, 50], [3.0, 1.0], lambda ids: lengths[ids], seed=0)
-    for _ in range(777):
-        again.next()
-    other = DocumentOrder([50, 50], [3.0, 1.0], lambda ids: lengths[ids], seed=0)
-    other.restore(json.loads(json.dumps(again.state())))
-    assert [other.next() for _ in range(100)] == drawn[777:877]
+    # Always the source that is furthest behind its share.
+    total = [0, 0]
+    for id, d in drawn:
+        assert total[0] / 3.0 <= total[1] / 1.0 if id < 50 else total[1] / 1.0 <= total[0] / 3.0
+        total[int(id >= 50)] += d
+    # However it is drawn, and after any state, the order is the same.
+    steps, order = [], new()
+    for tokens in (1, 10, 7777, 0, 500):
+        steps += draw(order, tokens)
+    other = new()
+    other.restore(json.loads(json.dumps(order.state())))
+    assert steps + draw(other, 5000) == drawn[: len(steps) + len(draw(order, 5000))]
 
 
 def test_finite_epochs_end():
     order = DocumentOrder([3], [1.0], lambda ids: np.ones(len(ids), int), seed=0, epochs=2)
-    drawn = [order.next() for _ in range(7)]
-    assert sorted(id for id, _ in drawn[:3]) == sorted(id for id, _ in drawn[3:6]) == [0, 1, 2] and drawn[6] is None
+    drawn = [id for id, _ in draw(order, 2) + draw(order, 100)]
+    assert sorted(drawn[:3]) == sorted(drawn[3:]) == [0, 1, 2] and order.exhausted and draw(order, 5) == []
 
 
 def test_micro_batch_of_hand_written_documents(folder, tmp_path):
     d = Documents([spec("text", folder)], [1.0], BYTES, str(tmp_path / "cache"))
     layout = Layout(dp=1, dp_rank=0, cp=1, cp_rank=0, tp=1, tp_rank=0, sharding="adaptive", tile=1)
-    mb = build_micro_batch([Span(0, 0, 7, 1), Span(3, 0, 3, 1)], d, layout, multiple=4)
+    mb = build_micro_batch(as_spans([(0, 0, 7, 1), (3, 0, 3, 1)]), d, layout, multiple=4)
     assert mb.tokens.tolist() == [[256, *b"hello", 257, 256, *"ü".encode(), 0, 0]]
     i = IGNORE_INDEX
     assert mb.labels.tolist() == [[*b"hello", 257, i, *"ün".encode()[:3], i, i]]
     assert mb.positions.tolist() == [[0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 0, 0]]
     assert mb.attention.segments == [(0, 7, 0, 7), (7, 10, 7, 10)] and mb.lengths == [7, 3] and mb.n_tokens == 12
-    empty = build_micro_batch([], d, layout, multiple=4)
+    empty = build_micro_batch(as_spans([]), d, layout, multiple=4)
     assert empty.n_tokens == 4 and (empty.labels == i).all() and empty.attention.segments == []
 
 

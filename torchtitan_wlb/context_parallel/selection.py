@@ -8,9 +8,6 @@ import numpy as np
 
 from torchtitan_wlb.context_parallel.shard_plan import BUILDERS, ShardPlan, whole
 
-# Attention kernels work on tiles of this many queries; a shorter chunk costs a whole tile (WLB-LLM §5.2).
-QUERY_TILE = {"cpu": 1, "h100": 128, "h200": 128}
-
 
 def attention_cost(plan: ShardPlan, tile: int) -> np.ndarray:
     """Predicted attention work of every rank in (query, key) pairs, queries padded to the tile, [CP]."""
@@ -31,7 +28,7 @@ def choose_plan(lengths: list[int], n_tokens: int, cp: int, sharding: str, tile:
         lengths: tokens of the documents.
         n_tokens: T, a multiple of 2 CP.
         sharding: a builder's name, or "adaptive" for the smallest predicted maximum over ranks (ties: per_document).
-        tile: queries of a kernel tile.
+        tile: queries of a kernel tile; a shorter chunk costs a whole one (WLB-LLM §5.2).
     """
     if cp == 1:
         return whole(lengths, n_tokens)

@@ -9,6 +9,7 @@ for that: a stateful loader would tie its state to the worker count.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -16,7 +17,8 @@ from torchtitan_wlb.data.documents import Documents
 from torchtitan_wlb.data.micro_batch import Layout, MicroBatch, build_micro_batch, padded_length
 from torchtitan_wlb.packing.cost_model import imbalance
 from torchtitan_wlb.packing.packers import deal
-from torchtitan_wlb.packing.planner import PackingSettings, StepPlan, StepPlanner
+from torchtitan_wlb.packing.planner import StepPlan, StepPlanner
+from torchtitan_wlb.packing.settings import PackingSettings
 
 
 @dataclass
@@ -72,41 +74,39 @@ class StepDataset(IterableDataset):
 
     def _build(self, plan: StepPlan) -> StepBatch:
         s, layout, documents = self.settings, self.layout, self.documents
-        hands = deal(plan.work, layout.dp, plan.step, sort=s.balances)
-        padded = [
-            padded_length(sum(span.length for span in mb), layout.cp, layout.tp, s.seq_len_multiple)
-            for mb in plan.micro_batches
-        ]
+        hands = deal(plan.work.tolist(), layout.dp, plan.step, sort=s.balances)
+        padded = [padded_length(t, layout.cp, layout.tp, s.seq_len_multiple) for t in plan.padded.tolist()]
         micro_batches = [
-            build_micro_batch(plan.micro_batches[b], documents, layout, s.seq_len_multiple)
+            build_micro_batch(plan.micro_batch(b), documents, layout, s.seq_len_multiple, int(plan.padded[b]))
             for b in hands[layout.dp_rank]
         ]
         kinds: dict[str, int] = {}
+        slowest = average = 0.0
         for mb in micro_batches:
             kinds[mb.attention.kind] = kinds.get(mb.attention.kind, 0) + 1
-        largest, mean = (sum(mb.cp_pairs[i] for mb in micro_batches) for i in (0, 1))
-        local_tokens = sum(mb.n_tokens for mb in micro_batches) / layout.cp
+            # Costs are those of the average rank; attention of the slowest one is longer by its pairs.
+            attention, linear = float(s.cost.attention(np.array(mb.lengths)).sum()), s.cost.token_cost * mb.n_tokens
+            slowest += attention * mb.cp_pairs[0] / max(1.0, mb.cp_pairs[1]) + linear
+            average += attention + linear
         return StepBatch(
             micro_batches=micro_batches,
-            n_targets=sum(
-                documents.n_targets(span.id, span.start, span.stop) for mb in plan.micro_batches for span in mb
-            ),
+            n_targets=documents.count_targets(plan.spans),
             plan_hash=plan.hash(),
             stats={
                 "tokens": plan.tokens,
-                "docs": plan.documents,
+                "docs": len(plan.spans),
                 "attended_pairs": plan.attended_pairs,
                 "pad_fraction": 1 - plan.tokens / sum(padded),
                 "imbalance_micro_batch": plan.imbalance,
-                "imbalance_dp": imbalance([sum(plan.work[b] for b in hand) for hand in hands]),
+                "imbalance_dp": imbalance([plan.work[hand].sum() for hand in hands]),
                 "delay_mean_steps": plan.delay[0],
                 "delay_max_steps": plan.delay[1],
                 "queue_docs": plan.waiting[0],
                 "queue_tokens": plan.waiting[1],
                 "queue_age_max_steps": plan.waiting[2],
-                "plan_ms": plan.plan_seconds * 1e3,
+                "plan_ms": plan.seconds * 1e3,
             },
-            cp_work=(s.cost.work(largest, local_tokens), s.cost.work(mean, local_tokens)),
+            cp_work=(slowest, average),
             cp_sharding=kinds,
             state=plan.state,
         )

@@ -28,8 +28,9 @@ from torchtitan_wlb.data.sources import SOURCES, source_identity, synthetic_leng
 from torchtitan_wlb.data.token_store import ArrowTokens, FlatTokens, SyntheticTokens
 from torchtitan_wlb.data.tokenizer import Tokenizer
 from torchtitan_wlb.logger import logger
+from torchtitan_wlb.packing.spans import ID, START, STOP
 
-ROW, START, STOP, TARGETS = range(4)
+_START, _STOP = 1, 2  # rows of a document table: row, start, stop, targets
 
 
 @dataclass(frozen=True)
@@ -154,14 +155,14 @@ def _open_store(spec: SourceSpec, folder: Path):
 def _prepare_table(spec: SourceSpec, folder: Path, table: Path) -> None:
     store = _open_store(spec, folder)
     rows, counts = apply_length_policy(store.row_lengths, spec.seq_len, spec.long_documents)
-    targets = rows[:, STOP] - rows[:, START] - 1
+    targets = rows[:, _STOP] - rows[:, _START] - 1
     if store.has_mask:
         # Position t predicts token t + 1, so the mask of the first token never counts.
         targets = np.array([int(store.mask(r, a + 1, b).sum()) for r, a, b in rows], dtype=np.int64)
     keep = targets > 0
     counts["no_target"] = int((~keep).sum())
     rows = np.column_stack([rows, targets])[keep].astype(np.int32)
-    counts |= {"documents": len(rows), "tokens": int((rows[:, STOP] - rows[:, START]).sum())}
+    counts |= {"documents": len(rows), "tokens": int((rows[:, _STOP] - rows[:, _START]).sum())}
     if not len(rows):
         raise ConfigError(f"--training.dataset {spec.name} {spec.path}: no document with a target is left ({counts})")
     table.with_suffix(".json").write_text(json.dumps(asdict(spec) | {"counts": counts}))
@@ -243,7 +244,7 @@ class Documents:
         h = hashlib.sha256()
         for table, weight in zip(self._tables, self.weights):
             h.update(f"{table.shape} {weight}".encode())
-            h.update((table[STOP] - table[START]).tobytes())
+            h.update((table[_STOP] - table[_START]).tobytes())
         return h.hexdigest()[:16]
 
     def counts(self) -> list[dict]:
@@ -257,7 +258,7 @@ class Documents:
         for i, table in enumerate(self._tables):
             mine = source == i
             local = ids[mine] - self._first[i]
-            out[mine] = table[STOP, local] - table[START, local]
+            out[mine] = table[_STOP, local] - table[_START, local]
         return out
 
     def _locate(self, id: int):
@@ -282,13 +283,23 @@ class Documents:
         out[: len(targets)] = targets
         return out
 
-    def n_targets(self, id: int, start: int, stop: int) -> int:
-        """Valid labels among tokens [start, stop): prepared for whole documents, counted for cut ones."""
-        store, row, first, end, targets = self._locate(id)
-        if start == 0 and first + stop == end:
-            return targets
-        after = min(first + stop + 1, end)
-        return int(store.mask(row, first + start + 1, after).sum()) if store.has_mask else after - (first + start + 1)
+    def count_targets(self, spans: np.ndarray) -> int:
+        """Valid labels of spans [k, 4]: prepared for whole documents, counted for cut ones."""
+        total = 0
+        source = np.searchsorted(self._first, spans[:, ID], side="right") - 1
+        for i, (table, store) in enumerate(zip(self._tables, self._stores)):
+            mine = spans[source == i]
+            row, start, stop, targets = table[:, mine[:, ID] - self._first[i]].astype(np.int64)
+            is_whole = (mine[:, STOP] - mine[:, START]) == stop - start
+            total += int(targets[is_whole].sum())
+            first = (start + mine[:, START] + 1)[~is_whole]  # the first token is nobody's target
+            after = np.minimum(start + mine[:, STOP] + 1, stop)[~is_whole]
+            if store.has_mask:
+                cut = zip(row[~is_whole].tolist(), first.tolist(), after.tolist())
+                total += sum(int(store.mask(*part).sum()) for part in cut)
+            else:
+                total += int((after - first).sum())
+        return total
 
 
 def load_documents(

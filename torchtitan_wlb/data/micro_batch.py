@@ -12,7 +12,8 @@ import torch
 from torchtitan_wlb.context_parallel.selection import choose_plan
 from torchtitan_wlb.context_parallel.shard_plan import ShardPlan
 from torchtitan_wlb.data.documents import Documents
-from torchtitan_wlb.packing.outlier_queue import Span
+from torchtitan_wlb.packing.spans import ID, START, STOP
+from torchtitan_wlb.packing.spans import lengths as span_lengths
 
 IGNORE_INDEX = -100
 
@@ -121,11 +122,18 @@ class Layout:
         return self.tp_rank == 0
 
 
-def build_micro_batch(spans: list[Span], documents: Documents, layout: Layout, multiple: int) -> MicroBatch:
-    """Read the tokens of some spans and pack them; no span gives one minimal micro-batch of padding."""
-    lengths = [span.length for span in spans]
-    n_tokens = padded_length(sum(lengths), layout.cp, layout.tp, multiple)
+def build_micro_batch(
+    spans: np.ndarray, documents: Documents, layout: Layout, multiple: int, at_least: int = 0
+) -> MicroBatch:
+    """Read the tokens of some spans [k, 4] and pack them; no span gives one minimal micro-batch of padding.
+
+    Args:
+        multiple: training.seq_len_multiple. at_least: tokens to pad to (strategies of fixed length).
+    """
+    lengths = span_lengths(spans).tolist()
+    n_tokens = padded_length(max(at_least, sum(lengths)), layout.cp, layout.tp, multiple)
     plan = choose_plan(lengths, n_tokens, layout.cp, layout.sharding, layout.tile)
-    tokens = [documents.tokens(span.id, span.start, span.stop) for span in spans]
-    labels = [documents.labels(span.id, span.start, span.stop, IGNORE_INDEX) for span in spans]
+    parts = spans[:, [ID, START, STOP]].tolist()
+    tokens = [documents.tokens(*part) for part in parts]
+    labels = [documents.labels(id, start, stop, IGNORE_INDEX) for id, start, stop in parts]
     return pack_documents(tokens, labels, plan, layout.cp_rank)

@@ -6,10 +6,12 @@ position costs the same.
 Several sources are mixed by tokens: the next document comes from the source that is furthest behind its share.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 _ROUNDS = 6
-_BLOCK = 1024
+_BLOCK = 4096
 
 
 def permute(positions: np.ndarray, n: int, key: tuple[int, ...]) -> np.ndarray:
@@ -33,7 +35,7 @@ def permute(positions: np.ndarray, n: int, key: tuple[int, ...]) -> np.ndarray:
 
 
 class DocumentOrder:
-    """Draws document ids.
+    """The order in which documents are drawn: look ahead with `peek`, draw with `advance`.
 
     Args:
         sizes: documents of every source; ids run through the sources.
@@ -41,40 +43,72 @@ class DocumentOrder:
         lengths: function from ids [k] to tokens [k].
         seed: of the shuffle.
         epochs: passes over every source, 0 for endless.
+
+    Attributes:
+        cursor: documents drawn of every source, all epochs.
+        drawn_tokens: their tokens.
     """
 
-    def __init__(self, sizes: list[int], weights: list[float], lengths, seed: int, epochs: int = 0):
-        self.sizes, self.weights, self._lengths, self.seed, self.epochs = (
-            sizes,
-            weights,
-            lengths,
-            seed,
-            epochs,
-        )
-        self.cursor = [0] * len(sizes)  # documents drawn of every source, all epochs
-        self.drawn_tokens = [0] * len(sizes)
-        self._blocks: list[tuple[int, list[int], list[int]]] = [(-1, [], [])] * len(sizes)
+    def __init__(
+        self,
+        sizes: list[int],
+        weights: list[float],
+        lengths: Callable[[np.ndarray], np.ndarray],
+        seed: int,
+        epochs: int = 0,
+    ):
+        self.sizes, self.weights, self._lengths, self.seed, self.epochs = sizes, weights, lengths, seed, epochs
+        self.restore({"cursor": [0] * len(sizes), "drawn_tokens": [0] * len(sizes)})
 
-    def next(self) -> tuple[int, int] | None:
-        """(id, tokens) of the next document, None after the last epoch."""
-        open_sources = [i for i, n in enumerate(self.sizes) if not self.epochs or self.cursor[i] < n * self.epochs]
-        if not open_sources:
-            return None
-        i = min(open_sources, key=lambda i: self.drawn_tokens[i] / self.weights[i])
-        epoch, position = divmod(self.cursor[i], self.sizes[i])
-        block, offset = divmod(position, _BLOCK)
-        number = epoch * (self.sizes[i] // _BLOCK + 1) + block
-        if self._blocks[i][0] != number:
-            positions = np.arange(block * _BLOCK, min((block + 1) * _BLOCK, self.sizes[i]))
-            drawn = permute(positions, self.sizes[i], (self.seed, i, epoch)) + sum(self.sizes[:i])
-            self._blocks[i] = (number, drawn.tolist(), self._lengths(drawn).tolist())
-        _, ids, lengths = self._blocks[i]
-        self.cursor[i] += 1
-        self.drawn_tokens[i] += lengths[offset]
-        return ids[offset], lengths[offset]
+    def peek(self, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        """The next documents, as many as it takes to reach some tokens (all that are left, if they do not).
+
+        Returns:
+            (ids [k], lengths [k]) in order; the last one is the first to reach `tokens`.
+        """
+        keys, ids, lengths = [], [], []
+        for i in range(len(self.sizes)):
+            self._buffer(i, tokens)
+            length = self._ahead[i][1]
+            before = self.drawn_tokens[i] + np.cumsum(length) - length
+            keys.append(before / self.weights[i])
+            ids.append(self._ahead[i][0])
+            lengths.append(length)
+        order = np.argsort(np.concatenate(keys), kind="stable")
+        merged = np.concatenate(lengths)[order]
+        k = int(np.searchsorted(np.cumsum(merged), tokens)) + 1 if tokens > 0 else 0
+        return np.concatenate(ids)[order][:k], merged[:k]
+
+    def advance(self, ids: np.ndarray) -> None:
+        """Draw the documents that `peek` showed first (a prefix of its ids)."""
+        first = np.cumsum([0, *self.sizes])
+        source = np.searchsorted(first, ids, side="right") - 1
+        for i, k in enumerate(np.bincount(source, minlength=len(self.sizes)).tolist()):
+            self.cursor[i] += k
+            self.drawn_tokens[i] += int(self._ahead[i][1][:k].sum())
+            self._ahead[i] = (self._ahead[i][0][k:], self._ahead[i][1][k:])
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether every document of every epoch has been drawn."""
+        return bool(self.epochs) and all(c >= n * self.epochs for c, n in zip(self.cursor, self.sizes))
+
+    def _buffer(self, i: int, tokens: int) -> None:
+        """Know at least `tokens` tokens of source i ahead of its cursor, or all that are left."""
+        ids, lengths = self._ahead[i]
+        n = self.sizes[i]
+        while lengths.sum() < tokens and not (self.epochs and self.cursor[i] + len(ids) >= n * self.epochs):
+            epoch, position = divmod(self.cursor[i] + len(ids), n)
+            new = permute(np.arange(position, min(position + _BLOCK, n)), n, (self.seed, i, epoch)) + sum(
+                self.sizes[:i]
+            )
+            ids, lengths = np.concatenate([ids, new]), np.concatenate([lengths, self._lengths(new)])
+        self._ahead[i] = (ids, lengths)
 
     def state(self) -> dict:
         return {"cursor": list(self.cursor), "drawn_tokens": list(self.drawn_tokens)}
 
     def restore(self, state: dict) -> None:
         self.cursor, self.drawn_tokens = list(state["cursor"]), list(state["drawn_tokens"])
+        nothing = np.zeros(0, dtype=np.int64)
+        self._ahead = [(nothing, nothing)] * len(self.sizes)

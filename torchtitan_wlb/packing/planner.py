@@ -1,116 +1,23 @@
 """Step plans: from the document order to N micro-batches of spans, with the state to go on exactly.
 
-Everything here works on lengths and is computed identically on every rank. `PackingSettings` is what decides which
-document goes where; it is resolved at the first step of a run, stored in the checkpoint and reused on resume, whatever
-the layout.
+Everything here works on lengths and is computed identically on every rank: no communication, no token is read.
 """
 
 import hashlib
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from torchtitan_wlb.config import ConfigError, Packing, Training
 from torchtitan_wlb.data.sampler import DocumentOrder
-from torchtitan_wlb.packing.cost_model import CostModel, imbalance
-from torchtitan_wlb.packing.outlier_queue import Span
-from torchtitan_wlb.packing.packers import Packer, Plain, WLBPaper
-
-
-@dataclass(frozen=True)
-class PackingSettings:
-    """Everything besides the documents that decides packing. None of it depends on the layout or, after the first step,
-    on the device."""
-
-    strategy: str
-    n: int
-    seq_len: int
-    seq_len_multiple: int
-    s_max: int
-    thresholds: tuple[int, ...]
-    pair_cost: float
-    token_cost: float
-    seed: int
-    epochs: int
-    documents: str
-
-    @property
-    def cost(self) -> CostModel:
-        return CostModel(self.pair_cost, self.token_cost)
-
-    @property
-    def balances(self) -> bool:
-        """Whether the strategy sorts micro-batches over data-parallel ranks."""
-        return self.strategy != "plain"
-
-    def hash(self) -> str:
-        return hashlib.sha256(repr(sorted(asdict(self).items())).encode()).hexdigest()[:12]
-
-
-def resolve_settings(
-    training: Training, packing: Packing, *, seed: int, default_n: int, cost: CostModel, documents: str
-) -> PackingSettings:
-    """Settings of a fresh run.
-
-    Args:
-        default_n: micro-batches a step where training.global_batch_size is -1.
-        cost: coefficients to freeze.
-        documents: fingerprint of all document lengths.
-    """
-    return PackingSettings(
-        strategy=packing.strategy,
-        n=default_n if training.global_batch_size == -1 else training.global_batch_size,
-        seq_len=training.seq_len,
-        seq_len_multiple=training.seq_len_multiple,
-        s_max=int(packing.max_len_factor * training.seq_len),
-        thresholds=packing.outlier_thresholds or (training.seq_len * 5 // 16, training.seq_len * 10 // 16),
-        pair_cost=cost.pair_cost,
-        token_cost=cost.token_cost,
-        seed=seed,
-        epochs=training.epochs,
-        documents=documents,
-    )
-
-
-_FLAGS = {
-    "strategy": "packing.strategy",
-    "n": "training.global_batch_size",
-    "seq_len": "training.seq_len",
-    "seq_len_multiple": "training.seq_len_multiple",
-    "s_max": "packing.max_len_factor (x training.seq_len)",
-    "thresholds": "packing.outlier_thresholds",
-    "pair_cost": "cost_model.device",
-    "token_cost": "cost_model.device",
-    "seed": "debug.seed",
-    "epochs": "training.epochs",
-    "documents": "training.dataset (fingerprint of all document lengths)",
-}
-
-
-def reconcile(stored: dict[str, Any], configured: PackingSettings, resolved_only: set[str]) -> PackingSettings:
-    """Settings of a resumed run: the stored ones, if the configuration does not ask for others.
-
-    Args:
-        stored: settings of the checkpoint, as saved by `asdict`.
-        configured: settings as a fresh run would resolve them.
-        resolved_only: fields that the configuration leaves to be resolved (such as n = -1); they are taken as stored.
-
-    Raises:
-        ConfigError: every field that was configured differently, with both values and the flag.
-    """
-    kept = PackingSettings(**(stored | {"thresholds": tuple(stored["thresholds"])}))
-    differ = [
-        f"--{_FLAGS[f.name]}: the checkpoint was made with {getattr(kept, f.name)}, "
-        f"configured is {getattr(configured, f.name)}"
-        for f in fields(PackingSettings)
-        if f.name not in resolved_only and getattr(kept, f.name) != getattr(configured, f.name)
-    ]
-    if differ:
-        raise ConfigError("on resume nothing that decides which document goes where can change:", *differ)
-    return kept
+from torchtitan_wlb.packing.cost_model import imbalance
+from torchtitan_wlb.packing.packers import Arrivals, Fixed, Packer, Plain, PlainWhole, WLBPaper, spread
+from torchtitan_wlb.packing.settings import PackingSettings
+from torchtitan_wlb.packing.spans import ARRIVAL, ID, START, STOP, lengths
+from torchtitan_wlb.packing.wlb import WLB
 
 
 @dataclass
@@ -119,34 +26,39 @@ class StepPlan:
 
     Attributes:
         step: counted from 1.
-        micro_batches: N lists of spans in planner order.
-        work: predicted seconds of every micro-batch, padding not included.
+        spans, bounds: micro-batch b of N is spans[bounds[b] : bounds[b + 1]] (see spans.py).
+        padded: [N] tokens of every micro-batch, padding included (rounded to seq_len_multiple, never to the layout).
+        work: [N] predicted seconds of every micro-batch; padding costs linear work.
         arrived: documents drawn in this step.
         waiting: (documents, tokens, age of the oldest in steps) kept for later.
         delay: (token-weighted mean, maximum) over the trained spans of step - arrival.
+        seconds: it took to plan.
         state: planner state after this step (JSON).
     """
 
     step: int
-    micro_batches: list[list[Span]]
-    work: list[float]
+    spans: np.ndarray
+    bounds: np.ndarray
+    padded: np.ndarray
+    work: np.ndarray
     arrived: int
     waiting: tuple[int, int, int]
     delay: tuple[float, int]
-    plan_seconds: float
+    seconds: float
     state: dict[str, Any]
+
+    def micro_batch(self, b: int) -> np.ndarray:
+        """Spans [k, 4] of a micro-batch."""
+        return self.spans[self.bounds[b] : self.bounds[b + 1]]
 
     @property
     def tokens(self) -> int:
-        return sum(span.length for mb in self.micro_batches for span in mb)
-
-    @property
-    def documents(self) -> int:
-        return sum(len(mb) for mb in self.micro_batches)
+        return int(lengths(self.spans).sum())
 
     @property
     def attended_pairs(self) -> int:
-        return sum(span.length * (span.length + 1) // 2 for mb in self.micro_batches for span in mb)
+        d = lengths(self.spans)
+        return int((d * (d + 1) // 2).sum())
 
     @property
     def imbalance(self) -> float:
@@ -154,17 +66,21 @@ class StepPlan:
 
     def hash(self) -> str:
         """12 hex digits over the spans of all micro-batches in planner order."""
-        h = hashlib.blake2b(digest_size=6)
-        for mb in self.micro_batches:
-            h.update(np.array([(len(mb), 0, 0), *((s.id, s.start, s.stop) for s in mb)], dtype=np.int64).tobytes())
+        h = hashlib.blake2b(np.ascontiguousarray(self.bounds, dtype=np.int64).tobytes(), digest_size=6)
+        h.update(np.ascontiguousarray(self.spans[:, [ID, START, STOP]]).tobytes())
         return h.hexdigest()
 
 
 class StepPlanner:
     """Iterator of step plans.
 
-    Step s draws whole documents until the running total reaches s x N x seq_len tokens, so the mean is exact; the
-    packer decides what is trained now and what waits. With `epochs`, ends after the last document has been trained.
+    In step s documents are due until the running total reaches s x N x seq_len tokens, so the mean is exact; the packer
+    decides what is trained now and what waits. With `epochs`, ends after the last document has been trained.
+
+    Args:
+        settings: what decides packing.
+        sizes, weights: documents and share of the tokens of every source.
+        lengths: function from document ids [k] to tokens [k].
     """
 
     def __init__(self, settings: PackingSettings, sizes: list[int], weights: list[float], lengths: Callable):
@@ -172,7 +88,6 @@ class StepPlanner:
         self.order = DocumentOrder(sizes, weights, lengths, settings.seed, settings.epochs)
         self.packer = make_packer(settings)
         self.step = 0
-        self.arrived_tokens = 0
 
     def __iter__(self):
         return self
@@ -180,69 +95,56 @@ class StepPlanner:
     def __next__(self) -> StepPlan:
         began = time.perf_counter()
         s = self.settings
-        self.step += 1
-        arrivals: list[Span] = []
-        ended = False
-        while self.arrived_tokens < self.step * s.n * s.seq_len:
-            drawn = self.order.next()
-            if drawn is None:
-                ended = True
-                break
-            id, length = drawn
-            arrivals.append(Span(id, 0, length, self.step))
-            self.arrived_tokens += length
-        if ended and not arrivals and next(self.packer.waiting(), None) is None:
+        if self.order.exhausted and not len(self.packer.waiting()):
             raise StopIteration
-        micro_batches = self.packer.pack(arrivals, ended)
-        cost = s.cost
-        work = [sum(cost.document(span.length) for span in mb) for mb in micro_batches]
-        waiting = list(self.packer.waiting())
-        spans = [span for mb in micro_batches for span in mb]
-        tokens = sum(span.length for span in spans)
-        delay_mean = sum(span.length * (self.step - span.arrival) for span in spans) / max(tokens, 1)
+        self.step += 1
+        arrivals = Arrivals(self.order, self.step, self.step * s.n * s.seq_len - sum(self.order.drawn_tokens))
+        spans, bounds = self.packer.pack(arrivals)
+        if not len(spans) and self.order.exhausted and not len(self.packer.waiting()):
+            raise StopIteration
+        tokens = lengths(spans)
+        micro_batch = np.repeat(np.arange(s.n), np.diff(bounds))
+        held = np.bincount(micro_batch, tokens, s.n).astype(np.int64)
+        padded = np.full(s.n, s.seq_len) if s.fixed_length else -(-held // s.seq_len_multiple) * s.seq_len_multiple
+        age = self.step - spans[:, ARRIVAL]
+        waiting = self.packer.waiting()
         return StepPlan(
             step=self.step,
-            micro_batches=micro_batches,
-            work=work,
-            arrived=len(arrivals),
+            spans=spans,
+            bounds=bounds,
+            padded=padded,
+            work=np.bincount(micro_batch, s.cost.attention(tokens), s.n)
+            + s.cost.token_cost * padded
+            + s.cost.fixed_cost,
+            arrived=arrivals.count,
             waiting=(
                 len(waiting),
-                sum(span.length for span in waiting),
-                max((self.step - span.arrival for span in waiting), default=0),
+                int(lengths(waiting).sum()),
+                int(np.max(self.step - waiting[:, ARRIVAL], initial=0)),
             ),
-            delay=(delay_mean, max((self.step - span.arrival for span in spans), default=0)),
-            plan_seconds=time.perf_counter() - began,
-            state=self.state(),
+            delay=(float((age * tokens).sum()) / max(1, int(tokens.sum())), int(age.max(initial=0))),
+            seconds=time.perf_counter() - began,
+            state={"step": self.step, "order": self.order.state(), "packer": self.packer.state()},
         )
-
-    def state(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "arrived_tokens": self.arrived_tokens,
-            "order": self.order.state(),
-            "packer": self.packer.state(),
-        }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on after the step whose plan carried this state."""
-        self.step, self.arrived_tokens = state["step"], state["arrived_tokens"]
+        self.step = state["step"]
         self.order.restore(state["order"])
-        self.packer.restore([[Span(*span) for span in queue] for queue in state["packer"]])
-
-
-def mean_imbalance(planner: StepPlanner, first_step: int, last_step: int) -> float:
-    """Mean predicted imbalance of the micro-batches of steps first_step .. last_step; plans from step 1, lengths
-    only."""
-    values = []
-    for plan in planner:
-        if plan.step >= first_step:
-            values.append(plan.imbalance)
-        if plan.step >= last_step:
-            break
-    return float(np.mean(values)) if values else 1.0
+        self.packer.restore(state["packer"])
 
 
 def make_packer(s: PackingSettings) -> Packer:
     if s.strategy == "plain":
         return Plain(s.n, s.seq_len)
-    return WLBPaper(s.n, s.s_max, s.seq_len_multiple, s.thresholds, s.cost)
+    if s.strategy == "plain_whole":
+        return PlainWhole(s.n, s.seq_len)
+    if s.strategy == "fixed":
+        return Fixed(s.n, s.seq_len, s.window, spread)
+    if s.strategy == "fixed_solver":
+        from torchtitan_wlb.packing.solver import assign_exactly
+
+        return Fixed(s.n, s.seq_len, s.window, partial(assign_exactly, seconds=s.solver_seconds))
+    if s.strategy == "wlb_paper":
+        return WLBPaper(s.n, s.s_max, s.thresholds, s.cost)
+    return WLB(s.n, s.seq_len, s.s_max, s.cost, in_flight=s.in_flight, max_delay=s.max_delay, delay_price=s.delay_price)

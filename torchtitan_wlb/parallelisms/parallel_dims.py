@@ -80,8 +80,3 @@ def schedule_problem(schedule: str, pp: int, n_stages: int, m: int) -> str:
     if schedule == "Interleaved1F1B" and (m < pp or m % max(1, m // pp)):
         return f"Interleaved1F1B needs M >= {pp} with M divisible by M // {pp} ({flag})"
     return ""
-
-
-def minimum_micro_batches(pp: int) -> int:
-    """Micro-batches a data-parallel rank gets by default: the paper's PP, which every schedule here accepts."""
-    return pp

@@ -1,0 +1,149 @@
+"""What decides packing: resolved once at the first step of a run, stored in the checkpoint, reused on resume whatever
+the layout."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from torchtitan_wlb.config import ConfigError, Packing, Training
+from torchtitan_wlb.config import CostModel as CostModelConfig
+from torchtitan_wlb.packing.cost_model import CostModel
+
+
+@dataclass(frozen=True)
+class PackingSettings:
+    """Everything besides the documents that decides which document goes where.
+
+    Attributes:
+        n: micro-batches a step, over all ranks.
+        s_max: tokens of the longest micro-batch, a multiple of seq_len_multiple.
+        thresholds: of wlb_paper. delay_price, max_delay: of wlb. window, solver_seconds: of fixed and fixed_solver.
+        in_flight: (micro-batches, tokens) that so many together may hold; (0, 0) for no such limit.
+        cost: workload model, frozen.
+        documents: fingerprint of all document lengths.
+    """
+
+    strategy: str
+    n: int
+    seq_len: int
+    seq_len_multiple: int
+    s_max: int
+    thresholds: tuple[int, ...]
+    delay_price: float
+    max_delay: int
+    window: int
+    solver_seconds: float
+    in_flight: tuple[int, int]
+    cost: CostModel
+    seed: int
+    epochs: int
+    documents: str
+
+    @property
+    def balances(self) -> bool:
+        """Whether micro-batches are sorted over data-parallel ranks."""
+        return self.strategy not in ("plain", "plain_whole")
+
+    @property
+    def fixed_length(self) -> bool:
+        """Whether every micro-batch is padded to the context window."""
+        return self.strategy in ("plain", "plain_whole", "fixed", "fixed_solver")
+
+    def describe(self) -> str:
+        """One line for the log: the strategy with the parameters that it uses."""
+        used = {
+            "wlb": f", S_max {self.s_max}, delay_price {self.delay_price:.3g}, max_delay {self.max_delay}",
+            "wlb_paper": f", S_max {self.s_max}, thresholds {self.thresholds}",
+            "fixed": f", window {self.window}",
+            "fixed_solver": f", window {self.window}, {self.solver_seconds} s",
+        }.get(self.strategy, "")
+        equal = f"attention costs as much as the rest at {self.cost.equal_length():,.0f} tokens"
+        return f"packing {self.strategy}: N {self.n}, window {self.seq_len}{used}; {equal}"
+
+    def hash(self) -> str:
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+
+
+_FLAGS = {
+    "strategy": "packing.strategy",
+    "n": "training.global_batch_size",
+    "seq_len": "training.seq_len",
+    "seq_len_multiple": "training.seq_len_multiple",
+    "s_max": "packing.max_len_factor (x training.seq_len)",
+    "thresholds": "packing.outlier_thresholds",
+    "delay_price": "packing.delay_price",
+    "max_delay": "packing.max_delay_steps",
+    "window": "packing.window",
+    "solver_seconds": "packing.solver_seconds",
+    "in_flight": "packing.max_tokens_in_flight",
+    "cost": "cost_model.device or cost_model.profile",
+    "seed": "debug.seed",
+    "epochs": "training.epochs",
+    "documents": "training.dataset (fingerprint of all document lengths)",
+}
+
+
+def resolve_settings(
+    training: Training, packing: Packing, *, seed: int, dp: int, pp: int, cost: CostModel, documents: str
+) -> PackingSettings:
+    """Settings of a fresh run. What is "auto" stays open: thresholds () and delay_price 0, for tuning.tune.
+
+    Args:
+        dp, pp: of the layout, for the default number of micro-batches (dp x pp) and of those in flight (pp).
+        cost: workload model to freeze.
+        documents: fingerprint of all document lengths.
+    """
+    multiple = training.seq_len_multiple
+    budget = packing.max_tokens_in_flight
+    return PackingSettings(
+        strategy=packing.strategy,
+        n=dp * pp if training.global_batch_size == -1 else training.global_batch_size,
+        seq_len=training.seq_len,
+        seq_len_multiple=multiple,
+        s_max=int(packing.max_len_factor * training.seq_len) // multiple * multiple,
+        thresholds=() if packing.outlier_thresholds == "auto" else packing.outlier_thresholds,
+        delay_price=0.0 if packing.delay_price == "auto" else packing.delay_price,
+        max_delay=packing.max_delay_steps,
+        window=packing.window,
+        solver_seconds=packing.solver_seconds,
+        in_flight=(pp, budget) if budget else (0, 0),
+        cost=cost,
+        seed=seed,
+        epochs=training.epochs,
+        documents=documents,
+    )
+
+
+def fields_left_open(training: Training, packing: Packing, cost_model: CostModelConfig) -> set[str]:
+    """Settings that a configuration leaves to be resolved; a resumed run takes them from its checkpoint."""
+    left = {"n"} if training.global_batch_size == -1 else set()
+    left |= {"thresholds"} if packing.outlier_thresholds == "auto" else set()
+    left |= {"delay_price"} if packing.delay_price == "auto" else set()
+    left |= {"cost"} if cost_model.device == "auto" and not cost_model.profile else set()
+    return left | {"in_flight"}  # its micro-batch count follows the layout of the first start
+
+
+def reconcile(stored: dict[str, Any], configured: PackingSettings, left_open: set[str]) -> PackingSettings:
+    """Settings of a resumed run: the stored ones, if the configuration does not ask for others.
+
+    Args:
+        stored: settings of the checkpoint, as `asdict` gave them, through JSON.
+        configured: settings as a fresh run would resolve them.
+        left_open: fields that the configuration leaves to be resolved (such as n = -1); they are taken as stored.
+
+    Raises:
+        ConfigError: every field that was configured differently, with both values and the flag.
+    """
+    cost = stored["cost"] | {k: tuple(stored["cost"][k]) for k in ("knots", "rates")}
+    restored = {"cost": CostModel(**cost)} | {k: tuple(stored[k]) for k in ("thresholds", "in_flight")}
+    kept = PackingSettings(**(stored | restored))
+    differ = [
+        f"--{_FLAGS[f.name]}: the checkpoint was made with {getattr(kept, f.name)}, "
+        f"configured is {getattr(configured, f.name)}"
+        for f in fields(PackingSettings)
+        if f.name not in left_open and getattr(kept, f.name) != getattr(configured, f.name)
+    ]
+    if differ:
+        raise ConfigError("on resume nothing that decides which document goes where can change:", *differ)
+    return kept

@@ -1,0 +1,76 @@
+"""Plan many steps on lengths alone and say how good they are: for the simulator, for tuning, for training's closing
+line."""
+
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from torchtitan_wlb.packing.planner import StepPlanner
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Statistics of planned steps; one row of scripts/simulate_packing.py.
+
+    Attributes:
+        imbalance_mean, imbalance_p99: of max / mean of the predicted work of a step's micro-batches.
+        time_vs_ideal: sum of the steps' maxima over the sum of their means; 1.0 is perfect.
+        delay_mean_steps, delay_max_steps: token-weighted mean and maximum of step trained - step arrived.
+        plan_ms_mean, plan_ms_p99: time to plan a step, drawing of ids and lengths included.
+        pad_fraction: padding / padded tokens. tokens_per_step: without padding.
+        docs_left: documents waiting after the last step. queue_age_max_steps: longest wait of a waiting document.
+    """
+
+    imbalance_mean: float
+    imbalance_p99: float
+    time_vs_ideal: float
+    delay_mean_steps: float
+    delay_max_steps: int
+    plan_ms_mean: float
+    plan_ms_p99: float
+    pad_fraction: float
+    tokens_per_step: float
+    docs_left: int
+    queue_age_max_steps: int
+
+    def row(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def measure(planner: StepPlanner, steps: int, warmup: int, each=None) -> Quality:
+    """Plan warmup + steps steps and judge the last `steps` of them (fewer where finite data ends).
+
+    Args:
+        each: called with every judged plan.
+    """
+    imbalances, slowest, mean, delays, oldest, seconds, tokens, padded = [], [], [], [], [], [], [], []
+    left = (0, 0, 0)
+    for plan in planner:
+        left = plan.waiting
+        if plan.step > warmup:
+            imbalances.append(plan.imbalance)
+            slowest.append(plan.work.max())
+            mean.append(plan.work.mean())
+            delays.append(plan.delay)
+            oldest.append(plan.waiting[2])
+            seconds.append(plan.seconds)
+            tokens.append(plan.tokens)
+            padded.append(plan.padded.sum())
+            if each:
+                each(plan)
+        if plan.step >= warmup + steps:
+            break
+    delay_mean, delay_max = np.array(delays).reshape(-1, 2).T
+    return Quality(
+        imbalance_mean=float(np.mean(imbalances)),
+        imbalance_p99=float(np.percentile(imbalances, 99)),
+        time_vs_ideal=float(np.sum(slowest) / np.sum(mean)),
+        delay_mean_steps=float(np.average(delay_mean, weights=tokens)),
+        delay_max_steps=int(delay_max.max()),
+        plan_ms_mean=float(np.mean(seconds) * 1e3),
+        plan_ms_p99=float(np.percentile(seconds, 99) * 1e3),
+        pad_fraction=float(1 - np.sum(tokens) / np.sum(padded)),
+        tokens_per_step=float(np.mean(tokens)),
+        docs_left=left[0],
+        queue_age_max_steps=int(max(oldest)),
+    )

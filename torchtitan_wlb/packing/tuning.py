@@ -1,0 +1,68 @@
+"""Find the free parameter of a packer on a sample of the documents: the best balance within a mean delay.
+
+Balance does not depend much on the number of micro-batches, so at most 16 are planned; a few hundred steps take
+seconds.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+
+from torchtitan_wlb.packing.planner import StepPlanner
+from torchtitan_wlb.packing.settings import PackingSettings
+from torchtitan_wlb.packing.simulate import Quality, measure
+
+_STEPS, _WARMUP, _MICRO_BATCHES = 200, 40, 16
+
+MakePlanner = Callable[[PackingSettings], StepPlanner]
+
+
+def tune(settings: PackingSettings, target_delay: float, make_planner: MakePlanner) -> PackingSettings:
+    """Settings with what "auto" left open filled in: delay_price 0 of wlb, thresholds () of wlb_paper.
+
+    Args:
+        target_delay: mean delay in steps that should not be exceeded.
+        make_planner: planner on the documents for given settings.
+    """
+    if settings.strategy == "wlb" and not settings.delay_price:
+        return replace(settings, delay_price=find_delay_price(settings, target_delay, make_planner))
+    if settings.strategy == "wlb_paper" and not settings.thresholds:
+        return replace(settings, thresholds=find_thresholds(settings, target_delay, make_planner))
+    return settings
+
+
+def sample(settings: PackingSettings, make_planner: MakePlanner, steps: int = _STEPS) -> Quality:
+    """Quality of some settings on an endless stream of the documents, with few micro-batches and another order than
+    training's."""
+    small = replace(settings, n=min(settings.n, _MICRO_BATCHES), epochs=0, seed=settings.seed + 1)
+    return measure(make_planner(small), steps, _WARMUP)
+
+
+def find_delay_price(settings: PackingSettings, target_delay: float, make_planner: MakePlanner) -> float:
+    """The lowest delay_price (to a quarter) whose mean delay is within target_delay; a higher price means shorter
+    delay."""
+    price = 0.01
+    for _ in range(24):
+        if sample(replace(settings, delay_price=price), make_planner).delay_mean_steps <= target_delay:
+            break
+        price *= 1.25
+    return price
+
+
+def find_thresholds(settings: PackingSettings, target_delay: float, make_planner: MakePlanner) -> tuple[int, ...]:
+    """The thresholds with the least time over ideal among those within target_delay (the shortest delay, if none
+    is)."""
+    found = {t: sample(replace(settings, thresholds=t), make_planner) for t in candidate_thresholds(settings.seq_len)}
+    within = [t for t, q in found.items() if q.delay_mean_steps <= target_delay]
+    if not within:
+        return min(found, key=lambda t: found[t].delay_mean_steps)
+    return min(within, key=lambda t: found[t].time_vs_ideal)
+
+
+def candidate_thresholds(seq_len: int) -> Iterator[tuple[int, ...]]:
+    """One, two or three thresholds, in sixteenths of the context window."""
+    sixteenths: list[tuple[int, ...]] = [(a,) for a in range(2, 13, 2)]
+    sixteenths += [(a, b) for a, b in product(range(2, 9), range(6, 14, 2)) if a + 2 <= b]
+    sixteenths += [(a, a + step, a + 2 * step) for a, step in product((2, 3, 4, 5, 6), (2, 3, 4))]
+    for t in sixteenths:
+        yield tuple(seq_len * x // 16 for x in t)
