@@ -10,23 +10,20 @@ import sys
 import time
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchtitan_wlb.checkpoint import CheckpointManager, find_checkpoint, read_run_state
-from torchtitan_wlb.config import JobConfig
-from torchtitan_wlb.config_manager import (
-    ConfigError,
-    batch_problems,
-    exit_on_config_error,
-    load_config,
-    validate,
-)
+from torchtitan_wlb.checkpoint import CheckpointManager, find_checkpoint, read_run_state, set_aside_later
+from torchtitan_wlb.config import ConfigError, JobConfig
+from torchtitan_wlb.config_checks import batch_problems, settings_without_effect, validate
+from torchtitan_wlb.config_manager import exit_on_config_error, load_config
 from torchtitan_wlb.context_parallel.shard_plan import BUILDERS
 from torchtitan_wlb.data.dataloader import StepDataset, build_dataloader, make_planner
-from torchtitan_wlb.data.documents import load_documents
+from torchtitan_wlb.data.documents import Documents, load_documents
 from torchtitan_wlb.data.micro_batch import Layout
 from torchtitan_wlb.data.tokenizer import Tokenizer
 from torchtitan_wlb.logger import init_logger, logger
@@ -36,21 +33,21 @@ from torchtitan_wlb.models.llama import Transformer, llama_configs
 from torchtitan_wlb.optimizer import Optimizers, lr_factor
 from torchtitan_wlb.packing.cost_model import DEVICES
 from torchtitan_wlb.packing.profile import build_cost_model, detect_device
-from torchtitan_wlb.packing.settings import fields_left_open, reconcile, resolve_settings
-from torchtitan_wlb.packing.simulate import measure
+from torchtitan_wlb.packing.settings import PackingSettings, fields_left_open, reconcile, resolve_settings
 from torchtitan_wlb.packing.tuning import tune
 from torchtitan_wlb.parallelisms.distributed import (
     check_agreement,
     clip_grad_norm,
     gather_step,
     init_distributed,
+    select_device,
     set_timeouts,
 )
 from torchtitan_wlb.parallelisms.parallelize_llama import parallelize_llama
 from torchtitan_wlb.parallelisms.pipeline_llama import Pipeline, my_stages, split_layers
 from torchtitan_wlb.profiling import maybe_memory_snapshot, maybe_profile
 
-COMPARED_STEPS = 1000  # at most so many steps are planned again with `plain` for the closing comparison
+COMPARED_STEPS = 300  # at most so many steps are planned again with `plain` for the closing line
 
 
 def main(config: JobConfig) -> None:
@@ -60,6 +57,12 @@ def main(config: JobConfig) -> None:
     training, parallelism = config.training, config.parallelism
     if config.job.description:
         logger.info(config.job.description)
+    for warning in settings_without_effect(config):
+        logger.info(warning)
+    try:
+        Path(config.job.dump_folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--job.dump_folder {config.job.dump_folder}: {error.strerror}") from error
 
     # Documents. The first process of a machine tokenises what is not in the cache, the others wait at a file lock.
     tokenizer = Tokenizer(config.model.tokenizer, config.model.add_bos, config.model.add_eos)
@@ -67,6 +70,9 @@ def main(config: JobConfig) -> None:
     for name, counts in zip(training.dataset, documents.counts()):
         shown = ", ".join(f"{k} {v:,}" for k, v in counts.items())
         logger.info(f"Documents of {name}: {shown} (long ones: {training.long_documents})")
+    held_out = None
+    if (v := config.validation).enable:
+        held_out = load_documents(training, tokenizer, v.dataset, v.dataset_path, section="validation")
 
     # What decides packing is resolved once; a resumed run takes it from the checkpoint, whatever its layout.
     model_args = replace(llama_configs[config.model.flavor], vocab_size=tokenizer.padded_vocab_size)
@@ -85,7 +91,13 @@ def main(config: JobConfig) -> None:
     checkpoint_folder = Path(config.job.dump_folder) / config.checkpoint.folder
     checkpoint = find_checkpoint(checkpoint_folder, config.checkpoint.load_step) if config.checkpoint.enable else None
     run_state = read_run_state(checkpoint) if checkpoint else None
+    made_with = {"model.flavor": config.model.flavor, "optimizer.name": config.optimizer.name}
     if run_state:
+        if changed := [k for k, v in made_with.items() if run_state["made_with"][k] != v]:
+            made = run_state["made_with"]
+            raise ConfigError(
+                *(f"--{k}: the checkpoint was made with {made[k]}, configured is {made_with[k]}" for k in changed)
+            )
         settings = reconcile(
             run_state["settings"], settings, fields_left_open(training, config.packing, config.cost_model)
         )
@@ -101,7 +113,8 @@ def main(config: JobConfig) -> None:
     if problems := batch_problems(settings.n, dims, parallelism.pipeline_parallel_schedule, n_stages):
         raise ConfigError(*problems)
 
-    # Loader workers start here, before CUDA and process groups.
+    # Loader workers start here, before process groups; pinning memory needs to know the device.
+    device = select_device()
     layout = Layout(
         dp=dims.dp,
         dp_rank=my["dp"],
@@ -113,10 +126,10 @@ def main(config: JobConfig) -> None:
         tile=DEVICES[cost_device].tile,
     )
     dataset = StepDataset(documents, settings, layout, run_state["planner"] if run_state else None)
-    steps = iter(build_dataloader(dataset, training.num_workers, pin_memory=torch.cuda.is_available()))
+    steps = iter(build_dataloader(dataset, training.num_workers, pin_memory=device.type == "cuda"))
 
     # Process groups and the device mesh; from here on all ranks must agree on what they are about to do.
-    device = init_distributed(config.comm.init_timeout_seconds)
+    init_distributed(device, config.comm.init_timeout_seconds)
     if dist.get_world_size() > 1 and device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     if config.debug.deterministic:
@@ -133,9 +146,10 @@ def main(config: JobConfig) -> None:
         n_stages,
         layer_cost=model_args.layer_flops_per_token + model_args.layer_flops_per_pair * training.seq_len / 2,
         head_cost=model_args.head_flops_per_token(model_args.vocab_size),
+        embedding_cost=model_args.embedding_cost(),
     )
     reshard = {"always": True, "never": False, "default": dims.pp == 1}[parallelism.reshard_after_forward]
-    models = []
+    models: list[torch.nn.Module] = []
     for i in stage_indices:
         with torch.device("meta"):
             model = Transformer(
@@ -190,14 +204,20 @@ def main(config: JobConfig) -> None:
         )
         if checkpoint:
             checkpoints.load(checkpoint)
+            if rank == 0:
+                set_aside_later(checkpoint)
     step = run_state["step"] if run_state else 0
     first_step = step + 1
     device_name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     metrics = MetricLogger(
-        config, model_args, rank=rank, world_size=world_size, resumed_step=step, peak=peak_flops(device_name)
-    )
-    evaluate = (
-        build_validation(config, settings, layout, tokenizer, pipeline, device) if config.validation.enable else None
+        config.metrics,
+        asdict(config),
+        model_args,
+        dump_folder=Path(config.job.dump_folder),
+        rank=rank,
+        world_size=world_size,
+        resumed_step=step,
+        peak=peak_flops(device_name),
     )
 
     # Collect garbage at the same step on all ranks, not whenever one of them happens to.
@@ -233,80 +253,78 @@ def main(config: JobConfig) -> None:
                 counts=my["pp"] == my["cp"] == my["tp"] == 0,
                 all_kinds=("whole", *BUILDERS),
             )
-            metrics.add(batch.stats["tokens"], batch.stats["attended_pairs"])
-            if step % config.metrics.log_freq == 0 or step == first_step or step == training.steps:
-                metrics.log(
-                    {
-                        "step": step,
-                        "loss": sums.loss,
-                        "grad_norm": grad_norm.item(),
-                        "lr": lr,
-                        **batch.stats,
-                        "imbalance_cp": sums.cp_work_max / sums.cp_work_mean,
-                        "cp_sharding": sums.sharding,
-                        "data_hash": batch.plan_hash,
-                    }
-                )
+            record = {
+                "step": step,
+                "loss": sums.loss,
+                "grad_norm": grad_norm.item(),
+                "lr": lr,
+                **batch.stats,
+                "imbalance_cp": sums.cp_work_max / sums.cp_work_mean,
+                "cp_sharding": sums.sharding,
+                "data_hash": batch.plan_hash,
+            }
+            metrics.add(record)
+            if step % config.metrics.log_freq == 0 or step == first_step:
+                metrics.log()
             if step == first_step:
                 set_timeouts(config.comm.train_timeout_seconds, mesh, cp_group)
 
             pause = time.perf_counter()
-            run_state = {"step": step, "settings": asdict(settings), "planner": batch.state}
+            last_state = {"step": step, "settings": asdict(settings), "planner": batch.state, "made_with": made_with}
             if checkpoints and step % config.checkpoint.interval == 0:
-                checkpoints.save(run_state)
-            if evaluate and step % config.validation.freq == 0:
-                metrics.log_validation(step, *evaluate())
+                checkpoints.save(last_state)
+            if held_out and step % config.validation.freq == 0:
+                metrics.log_validation(step, *evaluate(pipeline, held_out, settings, layout, config.validation.steps))
             if step % training.gc_freq == 0:
                 gc.collect(1)
             metrics.pause(time.perf_counter() - pause)
             if profiler:
                 profiler.step()
 
+    metrics.log()
+    metrics.close()
     if checkpoints:
         if step >= first_step and step % config.checkpoint.interval:
-            checkpoints.save(run_state)
+            checkpoints.save(last_state)
         checkpoints.finish()
-    if step >= first_step and rank == 0:
-        last = min(step, first_step + COMPARED_STEPS - 1)
-        ours, plain = (
-            measure(plan_steps(replace(settings, strategy=name)), last - first_step + 1, first_step - 1).imbalance_mean
-            for name in (settings.strategy, "plain")
-        )
-        logger.info(
-            f"Predicted imbalance of micro-batches, steps {first_step}..{last}: {settings.strategy} {ours:.3f}, "
-            f"plain on the same documents {plain:.3f}"
-        )
-    metrics.close()
-    logger.info(f"Done after step {step}, {time.perf_counter() - began:.1f} s")
     dist.barrier()
     dist.destroy_process_group()
+    if rank == 0 and step >= first_step:
+        log_comparison(plan_steps, settings, run_state, min(COMPARED_STEPS, step - first_step + 1))
+    logger.info(f"Done after step {step}, {time.perf_counter() - began:.1f} s")
 
 
-def build_validation(
-    config: JobConfig,
-    settings,
-    layout: Layout,
-    tokenizer: Tokenizer,
-    pipeline: Pipeline,
-    device: torch.device,
-):
-    """A function that evaluates one pass over the validation documents: (mean loss, targets)."""
-    v = config.validation
-    documents = load_documents(config.training, tokenizer, v.dataset, v.dataset_path)
+def log_comparison(plan_steps, settings: PackingSettings, run_state: dict | None, n: int) -> None:
+    """Plan the first n steps of this run again, on lengths: as they were packed, and with `plain` on the same
+    documents."""
+    means = []
+    for strategy in (settings.strategy, "plain"):
+        planner = plan_steps(replace(settings, strategy=strategy))
+        if run_state:
+            state = run_state["planner"]
+            # Another strategy has another state; it starts with the same next document and nothing waiting.
+            planner.restore(state if strategy == settings.strategy else state | {"packer": planner.packer.state()})
+        means.append(np.mean([plan.imbalance for plan in islice(planner, n)]))
+    logger.info(
+        f"Predicted imbalance of micro-batches over {n} steps: {settings.strategy} {means[0]:.3f}, "
+        f"plain on the same documents {means[1]:.3f}"
+    )
+
+
+def evaluate(
+    pipeline: Pipeline, documents: Documents, settings: PackingSettings, layout: Layout, n: int
+) -> tuple[float, int]:
+    """(mean loss, targets) of the first n steps of a pass over held-out documents, packed with `plain`. All ranks call
+    it."""
     held_out = replace(settings, strategy="plain", epochs=1, documents=documents.fingerprint)
-
-    def evaluate() -> tuple[float, int]:
-        total, targets = torch.zeros((), dtype=torch.float64, device=device), 0
-        for i, batch in enumerate(StepDataset(documents, held_out, layout)):
-            if i == v.steps:
-                break
-            share = pipeline.evaluate([mb.to(device) for mb in batch.micro_batches], 1.0)
-            total += share.double() if layout.counts_loss else 0.0
-            targets += batch.n_targets
-        dist.all_reduce(total)
-        return total.item() / max(1, targets), targets
-
-    return evaluate
+    device = next(pipeline.models[0].parameters()).device
+    total, targets = torch.zeros((), dtype=torch.float64, device=device), 0
+    for batch in islice(StepDataset(documents, held_out, layout), n):
+        share = pipeline.evaluate([mb.to(device) for mb in batch.micro_batches], 1.0)
+        total += share.double() if layout.counts_loss else 0.0
+        targets += batch.n_targets
+    dist.all_reduce(total)
+    return total.item() / max(1, targets), targets
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """Compare all packing strategies on one stream of document lengths: no tensors, no process group.
 
-    python scripts/simulate_packing.py --job.config_file F.toml --lengths L.json --steps 500 --seed 0 --json OUT [--plot P.png]
+    python scripts/simulate_packing.py --job.config_file F.toml --lengths L.json --steps 500 --seed 0 --json OUT [--plot
+    P.png]
 
-L.json is a list of lengths; longer ones follow training.long_documents. Statistics (packing/simulate.py says what they mean) are over --steps steps
-after 50 of warm-up. The last row is the strategy wlb with the recipe's setting. --solver_seconds limits the integer program a step.
+L.json is a list of lengths; longer ones follow training.long_documents. Statistics (packing/simulate.py says what they
+mean) are over --steps steps after 50 of warm-up. The last row is the strategy wlb with the recipe's setting.
+--solver_seconds limits the integer program a step.
 """
 
 import argparse
@@ -120,7 +122,8 @@ def main(argv: list[str]) -> None:
 
 
 def simulate(planner: StepPlanner, steps: int, name: str) -> tuple[Quality, dict[str, list]]:
-    """Quality of a planner and its trace: imbalance of every step, (delay, tokens) of every span; with a progress bar on a terminal."""
+    """Quality of a planner and its trace: imbalance of every step, (delay, tokens) of every span; with a progress bar
+    on a terminal."""
     trace: dict[str, list] = {"imbalance": [], "delay": [], "tokens": []}
     shown = [0.0]
 

@@ -8,6 +8,7 @@ them.
 
 import json
 import shutil
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
@@ -38,7 +39,8 @@ def find_checkpoint(folder: Path, load_step: int = -1) -> Path | None:
     steps = sorted(
         int(p.name.removeprefix("step-")) for p in folder.glob("step-*") if p.name.removeprefix("step-").isdigit()
     )
-    complete = [s for s in steps if (folder / f"step-{s}" / ".metadata").exists()]
+    files = (".metadata", "run_state.json")
+    complete = [s for s in steps if all((folder / f"step-{s}" / f).exists() for f in files)]
     for s in set(steps) - set(complete):
         logger.warning(f"{folder / f'step-{s}'} is not a complete checkpoint and is passed over")
     if load_step != -1 and load_step not in complete:
@@ -50,8 +52,28 @@ def find_checkpoint(folder: Path, load_step: int = -1) -> Path | None:
 
 
 def read_run_state(checkpoint: Path) -> dict[str, Any]:
-    """{"step", "settings", "planner"} of a checkpoint."""
-    return json.loads((checkpoint / "run_state.json").read_text())
+    """{"step", "settings", "planner", "made_with"} of a checkpoint.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    path = checkpoint / "run_state.json"
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--checkpoint.load_step: {path} cannot be read ({error})") from error
+
+
+def set_aside_later(checkpoint: Path) -> None:
+    """Rename the checkpoints after the one that is resumed: their steps will be trained again, and the newest one must
+    not win next time."""
+    step = int(checkpoint.name.removeprefix("step-"))
+    for path in checkpoint.parent.glob("step-*"):
+        number = path.name.removeprefix("step-")
+        if number.isdigit() and int(number) > step:
+            aside = path.with_name(f"set-aside-{path.name}-{time.time_ns()}")
+            path.rename(aside)
+            logger.warning(f"{path} comes after the resumed step {step}: renamed to {aside.name}")
 
 
 class CheckpointManager:
@@ -119,7 +141,10 @@ class CheckpointManager:
     def load(self, checkpoint: Path) -> None:
         """Load parameters and optimizer state, whatever layout saved them."""
         state = self._state()
-        dcp.load(state, checkpoint_id=str(checkpoint))
+        try:
+            dcp.load(state, checkpoint_id=str(checkpoint))
+        except Exception as error:
+            raise ConfigError(f"--checkpoint.load_step: {checkpoint} cannot be loaded ({error})") from error
         for part, optim in zip(self.optimizers.models, self.optimizers.parts):
             names = set(get_model_state_dict(part, options=_OPTIONS))
             set_model_state_dict(part, {k: v for k, v in state["model"].items() if k in names}, options=_OPTIONS)

@@ -1,8 +1,8 @@
 """The whole configuration: one dataclass per TOML section.
 
 The string under a field is its only help text (`train.py --help` prints it). Names are torchtitan's where the thing is
-the same; [packing], [context_parallel] and [cost_model] are ours. `config_manager.py` reads and checks them.
-Degrees and counts of -1 mean "resolved at start", as the help text says.
+the same; [packing], [context_parallel] and [cost_model] are ours. `config_manager.py` reads and checks them. Degrees
+and counts of -1 mean "resolved at start", as the help text says.
 """
 
 from dataclasses import dataclass, field
@@ -13,6 +13,7 @@ class ConfigError(ValueError):
     """Everything that is wrong with a configuration, in one message."""
 
     def __init__(self, *problems: str):
+        self.problems = problems
         super().__init__("\n".join(["The configuration cannot run:", *(f"  - {p}" for p in problems)]))
 
 
@@ -42,8 +43,8 @@ class Model:
 @dataclass
 class Training:
     dataset: tuple[str, ...] = ("stdlib",)
-    """Sources to train on, one or several: stdlib, stdlib_files, text, json, parquet, tokens, hf, synthetic
-    (see torchtitan_wlb/data/sources.py)."""
+    """Sources to train on, one or several: stdlib, stdlib_files, text, json, parquet, tokens, hf, synthetic (see
+    torchtitan_wlb/data/sources.py)."""
     dataset_path: tuple[str, ...] = ()
     """For every source its path, glob, Hugging Face name or length distribution; empty for stdlib."""
     dataset_weight: tuple[float, ...] = ()
@@ -106,8 +107,9 @@ class Packing:
     them. auto: the best balance on the documents within target_delay, found at the first step."""
     window: int = 1
     """fixed, fixed_solver: global batches that are repacked together."""
-    solver_seconds: float = 1.0
-    """fixed_solver: time limit of the integer program."""
+    solver_nodes: int = 100
+    """fixed_solver: nodes that the integer program may search a step (a time limit would not be the same on all
+    ranks)."""
 
 
 @dataclass
@@ -227,7 +229,7 @@ class Profiling:
     profile_freq: int = 10
     """Steps between traces."""
     enable_memory_snapshot: bool = False
-    """CUDA memory snapshots at the same steps."""
+    """Record CUDA allocations and write a snapshot when training ends or fails."""
 
 
 @dataclass

@@ -37,7 +37,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         hidden, weight, labels, lse = ctx.saved_tensors
-        d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        d_hidden = torch.empty_like(hidden)
+        d_weight = torch.zeros_like(weight, dtype=lse.dtype)  # sums over chunks, in at least fp32
         chunks = (x.split(ctx.chunk) for x in (hidden, labels, lse, d_hidden))
         for h, y, l, dh in zip(*chunks):
             d_logits = (_logits(h, weight, ctx.n_ids, ctx.first_id) - l[:, None]).exp()
@@ -46,8 +47,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             d_logits.scatter_add_(1, local[:, None], -mine[:, None].to(d_logits.dtype))
             d_logits = (d_logits * (y != IGNORE_INDEX)[:, None] * grad).to(hidden.dtype)
             torch.mm(d_logits, weight, out=dh)
-            d_weight.addmm_(d_logits.T, h)
-        return d_hidden, d_weight, None, None, None, None, None
+            d_weight += torch.mm(d_logits.T, h)
+        return d_hidden, d_weight.to(weight.dtype), None, None, None, None, None
 
 
 def _logits(h: torch.Tensor, weight: torch.Tensor, n_ids: int, first_id: int) -> torch.Tensor:
@@ -78,8 +79,8 @@ def chunked_cross_entropy(
         group: tensor-parallel ranks, None for one.
 
     Returns:
-        Scalar in fp32 (fp64 for fp64 input), equal on the tensor-parallel ranks. The gradient of hidden is this rank's
-        partial sum.
+        Scalar in fp32 (fp64 for fp64 input), equal on the tensor-parallel ranks. The gradient of hidden is this
+        rank's partial sum.
     """
     first_id = dist.get_rank(group) * len(weight) if group is not None else 0
     return _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk, n_ids, group, first_id)

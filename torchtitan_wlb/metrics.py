@@ -3,11 +3,10 @@ numbers."""
 
 import json
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torchtitan_wlb.config import JobConfig
+from torchtitan_wlb.config import Metrics
 from torchtitan_wlb.logger import Color, NoColor, logger
 from torchtitan_wlb.models.llama import ModelArgs
 
@@ -27,49 +26,56 @@ def training_flops(args: ModelArgs, tokens: int, attended_pairs: int) -> float:
     )
 
 
+def _complete_lines(path: Path) -> list[str]:
+    """Lines of a JSON-lines file; a last line that a crash cut short is left out."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    if lines and not lines[-1].endswith("}"):
+        lines.pop()
+    return lines
+
+
 class MetricLogger:
-    """Collects steps and writes a record every log_freq steps. Only rank 0 writes.
+    """Collects steps; `log` writes the record of the last one. Only rank 0 writes.
 
     Args:
-        config: of the run; logged whole to Weights & Biases.
+        metrics: which sinks.
+        job: the whole configuration, logged to TensorBoard and Weights & Biases.
+        args: shape of the model, for FLOPs.
+        dump_folder: of the run.
         resumed_step: later lines of metrics.jsonl are dropped (they will be trained again).
         peak: FLOP/s of one device, None if unknown.
     """
 
     def __init__(
         self,
-        config: JobConfig,
+        metrics: Metrics,
+        job: dict[str, Any],
         args: ModelArgs,
         *,
+        dump_folder: Path,
         rank: int,
         world_size: int,
         resumed_step: int,
         peak: float | None,
     ):
         self.args, self.world_size, self.peak = args, world_size, peak
-        self.color = Color if config.metrics.enable_color else NoColor
+        self.color = Color if metrics.enable_color else NoColor
         self.writes = rank == 0
         self._file = self._tensorboard = self._wandb = None
         if self.writes:
-            folder = Path(config.job.dump_folder)
-            folder.mkdir(parents=True, exist_ok=True)
-            path = folder / "metrics.jsonl"
-            kept = (
-                [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= resumed_step]
-                if path.exists()
-                else []
-            )
+            path = dump_folder / "metrics.jsonl"
+            kept = [line for line in _complete_lines(path) if json.loads(line)["step"] <= resumed_step]
             path.write_text("".join(line + "\n" for line in kept))
             self._file = path.open("a")
-            if config.metrics.enable_tensorboard:
+            if metrics.enable_tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
 
-                self._tensorboard = SummaryWriter(str(folder / "tb"), purge_step=resumed_step + 1)
-                self._tensorboard.add_text("config", json.dumps(asdict(config), indent=2))
-            if config.metrics.enable_wandb:
+                self._tensorboard = SummaryWriter(str(dump_folder / "tb"), purge_step=resumed_step + 1)
+                self._tensorboard.add_text("config", json.dumps(job, indent=2))
+            if metrics.enable_wandb:
                 import wandb
 
-                self._wandb = wandb.init(project=config.metrics.wandb_project, config=asdict(config), dir=str(folder))
+                self._wandb = wandb.init(project=metrics.wandb_project, config=job, dir=str(dump_folder))
         self.start_window()
 
     def start_window(self) -> None:
@@ -82,24 +88,25 @@ class MetricLogger:
         """Do not count time that was spent on something else (checkpoints, validation)."""
         self._paused += seconds
 
-    def add(self, tokens: int, attended_pairs: int) -> None:
+    def add(self, record: dict[str, Any]) -> None:
         """Count a trained step."""
-        self._tokens += tokens
-        self._pairs += attended_pairs
+        self._record = record
+        self._tokens += record["tokens"]
+        self._pairs += record["attended_pairs"]
         self._steps += 1
 
-    def log(self, record: dict[str, Any]) -> None:
-        """Write the record of a step, completed by the rates since the last one."""
+    def log(self) -> None:
+        """Write the record of the last step, completed by the rates since the last log; nothing if there is no new
+        step."""
+        if not self._steps:
+            return
         seconds = time.perf_counter() - self._began - self._paused
-        record |= {
-            "tps": self._tokens / seconds / self.world_size,
-            "mfu": None,
-            "step_time_s": seconds / self._steps,
-        }
+        rates = {"tps": self._tokens / seconds / self.world_size, "mfu": None, "step_time_s": seconds / self._steps}
         if self.peak:
-            record["mfu"] = training_flops(self.args, self._tokens, self._pairs) / seconds / self.world_size / self.peak
+            flops = training_flops(self.args, self._tokens, self._pairs)
+            rates["mfu"] = flops / seconds / self.world_size / self.peak
         if self.writes:
-            self._write(record)
+            self._write(self._record | rates)
         self.start_window()
 
     def _write(self, r: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """torchrun train.py, as users run it: it learns, resumes exactly, says what is wrong, and feeds the loggers."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -112,7 +113,11 @@ def test_records(straight):
         )
         assert r["cp_sharding"] == {"whole": 4} and r["imbalance_cp"] == 1.0
         assert r["tps"] == pytest.approx(r["tokens"] / r["step_time_s"] / 2, rel=1e-6)
+        assert r["tokens"] > 512 and r["docs"] > 4
+    # With random weights every byte is about as likely as any other: the loss is the log of the number of ids.
+    assert records[0]["loss"] == pytest.approx(math.log(258), rel=0.02)
     assert records[-1]["loss"] < records[0]["loss"] - 0.5
+    assert [r["lr"] for r in records[:5]] == pytest.approx([1e-3 * s / 5 for s in range(1, 6)])
     assert len(set(series(straight, "data_hash"))) == 10
 
 
@@ -162,6 +167,17 @@ def test_mistakes_on_resume_and_at_start_are_named_once(corpus, straight, tmp_pa
     assert out.count("The configuration cannot run:") == 1 and "allow 1, 2, 4" in out
 
 
+def test_an_older_checkpoint_can_be_resumed_and_wins(corpus, straight, tmp_path):
+    folder = forked(straight, tmp_path / "run", keep=10)
+    flags = [*corpus, *layout(dp=2), "--job.dump_folder", str(folder), "--checkpoint.keep_latest_k", "1"]
+    out = train([*flags, "--checkpoint.load_step", "5", "--training.steps", "7", "--lr_scheduler.min_lr_factor", "1"])
+    assert "step-10 comes after the resumed step 5: renamed to set-aside-step-10" in out
+    assert [p.name for p in (folder / "checkpoint").glob("step-*")] == ["step-7"]
+    assert series(folder, "step") == list(range(1, 8))
+    out = train([*flags, "--model.flavor", "debugmodel_8m"], expect=1)
+    assert out.count("--model.flavor: the checkpoint was made with debugmodel, configured is debugmodel_8m") == 1
+
+
 def test_an_incomplete_checkpoint_is_never_loaded(corpus, straight, tmp_path):
     folder = forked(straight, tmp_path / "run")
     shutil.copytree(folder / "checkpoint/step-5", folder / "checkpoint/step-9")
@@ -191,4 +207,11 @@ def test_loggers_validation_profile_and_end_of_data(corpus, tmp_path):
     events.Reload()
     assert [e.value for e in events.Scalars("loss")] == pytest.approx([r["loss"] for r in records], rel=1e-6)
     assert len(events.Scalars("validation_loss")) == records[-1]["step"] // 2
-    assert 0 < events.Scalars("validation_loss")[0].value < 6
+    # The same held-out documents before and after a step of training, so close to the training loss; and equal in another layout.
+    validation = [e.value for e in events.Scalars("validation_loss")]
+    assert validation[0] == pytest.approx(records[2]["loss"], abs=0.5)
+    one = [x if x != str(tmp_path) else str(tmp_path / "one") for x in flags if "wandb" not in x]
+    train([*one, *layout(cp=2), "--training.steps", "2", "--activation_checkpoint.mode", "none"])
+    events = EventAccumulator(str(tmp_path / "one/tb"))
+    events.Reload()
+    assert events.Scalars("validation_loss")[0].value == pytest.approx(validation[0], rel=1e-2)

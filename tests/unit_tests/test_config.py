@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from torchtitan_wlb.config import ConfigError, JobConfig
-from torchtitan_wlb.config_manager import load_config, validate
+from torchtitan_wlb.config_checks import settings_without_effect, validate
+from torchtitan_wlb.config_manager import load_config
 
 ROOT = Path(__file__).parents[2]
 DEBUG = ["--job.config_file", str(ROOT / "train_configs/debug_cpu.toml")]
@@ -67,10 +68,11 @@ BAD = [
     (["--trainig.seq_len", "4096"], 4, r"no section 'trainig'; nearest: training"),
     (["--training.steps", "many"], 4, r"training.steps = 'many': input should be a valid integer"),
     (["--packing.strategy", "best"], 4, r"packing.strategy = 'best': input should be 'plain', 'plain_whole', 'fixed', 'fixed_solver', 'wlb_paper' or 'wlb'"),
-    (["--packing.max_len_factor", "0.5"], 4, r"max_len_factor 0.5: must be at least 1.0"),
+    (["--packing.max_len_factor", "0.5"], 4, r"max_len_factor 0.5: must lie in 1.0..100"),
     (["--packing.outlier_thresholds", "900", "300"], 4, r"outlier_thresholds 900 300: must rise and lie in 1..4096"),
     (["--packing.delay_price", "0"], 4, r"delay_price 0.0: must be auto or above 0"),
     (["--packing.max_tokens_in_flight", "4096"], 4, r"max_tokens_in_flight 4096: must be 0 or at least .* = 8192"),
+    (["--debug.seed", "-1", "--optimizer.lr", "nan", "--checkpoint.keep_latest_k", "-1"], 4, r"keep_latest_k -1: must be at least 0"),
     (["--model.flavor", "9B"], 4, r"model.flavor 9B: legal are debugmodel, "),
     (["--training.dataset", "wikipedia"], 4, r"training.dataset wikipedia: legal are stdlib, "),
     (["--training.dataset", "text"], 4, r"dataset text needs --training.dataset_path"),
@@ -86,6 +88,24 @@ BAD = [
 def test_mistakes_are_named(flags, world_size, message):
     with pytest.raises(ConfigError, match=message):
         validate(load_config([*DEBUG, *flags]), world_size)
+
+
+def test_toml_types_are_strict(tmp_path):
+    toml = tmp_path / "t.toml"
+    toml.write_text("[training]\nsteps = true\nseq_len = '4096'\n[checkpoint]\nenable = 'yes'\n[optimizer]\nlr = 1\n")
+    with pytest.raises(ConfigError) as error:
+        load_config(["--job.config_file", str(toml)])
+    assert len(error.value.problems) == 3
+
+
+def test_settings_without_effect_are_named():
+    config = load_config(
+        [*DEBUG, "--packing.window", "4", "--checkpoint.load_step", "7", "--parallelism.context_parallel_degree", "1"]
+    )
+    named = " ".join(settings_without_effect(config))
+    for part in ("packing.window 4", "checkpoint.load_step 7", "context_parallel.sharding per_document"):
+        assert part in named
+    assert settings_without_effect(load_config(DEBUG)) == []
 
 
 def test_all_problems_come_in_one_message(tmp_path):

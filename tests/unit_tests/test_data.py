@@ -101,6 +101,40 @@ def test_json_parquet_tokens_flat_and_synthetic_sources(tmp_path):
         load(spec("text", tmp_path / "nothing"))
 
 
+def test_sources_that_cannot_be_trained_on(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    def load(name, path, **kw):
+        return Documents([spec(name, path, **kw)], [1.0], BYTES, str(tmp_path / "cache"))
+
+    pq.write_table(pa.table({"ids": [[1, 2, 400]]}), tmp_path / "ids.parquet")
+    with pytest.raises(ConfigError, match=r"has ids 1 to 400, --model.tokenizer has 0 to 257"):
+        load("tokens", tmp_path / "ids.parquet", column="ids")
+    (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text": ')
+    with pytest.raises(ConfigError, match=r"dataset json, --training.dataset_path .* cannot be read"):
+        load("json", tmp_path / "broken.jsonl")
+    np.array([1, 2], dtype=np.uint16).tofile(tmp_path / "flat.bin")
+    with pytest.raises(ConfigError, match=r"flat.json is missing"):
+        load("tokens", tmp_path / "flat.bin")
+    (tmp_path / "flat.json").write_text(json.dumps({"dtype": "uint16", "lengths": [3]}))
+    with pytest.raises(ConfigError, match=r"2 ids, but the lengths in .* add up to 3"):
+        load("tokens", tmp_path / "flat.bin")
+    (tmp_path / "flat.json").write_text(json.dumps({"dtype": "uint16", "lengths": [2]}))
+    assert len(load("tokens", tmp_path / "flat.bin")) == 1
+
+
+def test_loss_masks_are_0_or_not(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"ids": [[1, 2, 3, 4]], "mask": [[1, 2, 2, 0]]}), tmp_path / "ids.parquet")
+    d = Documents(
+        [spec("tokens", tmp_path / "ids.parquet", column="ids", mask="mask")], [1.0], BYTES, str(tmp_path / "c")
+    )
+    assert d.labels(0, 0, 4, -1).tolist() == [2, 3, -1, -1] and d.count_targets(as_spans([(0, 0, 4, 1)])) == 2
+
+
 def test_synthetic_distribution_is_long_tailed():
     lengths = synthetic_lengths("wlb_128k:50000")
     assert 3_000 < lengths.mean() < 5_000 and 2_900 < np.median(lengths) < 3_600

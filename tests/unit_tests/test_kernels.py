@@ -91,6 +91,22 @@ def test_chunked_cross_entropy(chunk):
             torch.testing.assert_close(got, want)
 
 
+def test_loss_in_bf16_sums_chunks_in_fp32():
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(4096, 16).bfloat16(), torch.randn(64, 16).bfloat16()
+    labels = torch.randint(0, 64, (4096,))
+    gradients = []
+    for chunk in (32, 4096):
+        w = weight.clone().requires_grad_()
+        chunked_cross_entropy(hidden, w, labels, chunk=chunk, n_ids=64).backward()
+        gradients.append(w.grad.float())
+    exact = torch.autograd.grad(
+        F.cross_entropy(hidden.double() @ (w := weight.double().requires_grad_()).T, labels, reduction="sum"), w
+    )[0]
+    errors = [((g - exact).norm() / exact.norm()).item() for g in gradients]
+    assert errors[0] < 1.2 * errors[1] < 0.01, errors
+
+
 def test_rope_scaling_keeps_high_and_stretches_low_frequencies():
     plain = ModelArgs(dim=256, n_layers=1, n_heads=2, n_kv_heads=2, ffn_dim=4, rope_theta=500_000.0)
     scaled = ModelArgs(

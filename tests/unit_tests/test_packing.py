@@ -30,7 +30,7 @@ FIXED_LENGTH = STRATEGIES[:4]
 def make_settings(**changes) -> PackingSettings:
     s = PackingSettings(
         strategy="wlb", n=4, seq_len=100, seq_len_multiple=1, s_max=150, thresholds=(40, 70), delay_price=0.12, max_delay=15,
-        window=2, solver_seconds=0.05, in_flight=(0, 0), cost=COST, seed=0, epochs=0, documents="x",
+        window=2, solver_nodes=3, in_flight=(0, 0), cost=COST, seed=0, epochs=0, documents="x",
     )  # fmt: skip
     return replace(s, **changes)
 
@@ -217,7 +217,7 @@ def test_solver_agrees_with_brute_force(tokens, bins):
         for where in product(range(bins), repeat=len(tokens))
         if np.bincount(where, tokens, bins).max() <= 60
     )
-    solution = solve(weights, tokens, bins, 60, 10.0, start)
+    solution = solve(weights, tokens, bins, 60, start, nodes=100_000)
     assert solution.largest == pytest.approx(best, rel=1e-3) and solution.bound <= best * (1 + 1e-6)
     assert np.bincount(solution.where, tokens, bins).max() <= 60
 
@@ -298,5 +298,8 @@ def test_resume_settings_are_the_stored_ones():
         stored, resolve(-1, replace(COST, token_cost=7.0)), {"n", "delay_price", "cost", "thresholds", "in_flight"}
     )
     assert (kept.n, kept.delay_price, kept.cost) == (4, 0.5, COST)
-    with pytest.raises(ConfigError, match=r"global_batch_size: the checkpoint was made with 4, configured is 8"):
+    with pytest.raises(
+        ConfigError,
+        match=r"global_batch_size: the checkpoint was made with 4, configured is 8; packing cannot change on resume",
+    ):
         reconcile(stored, resolve(8, delay_price=0.5), set())

@@ -9,10 +9,7 @@ import torch.distributed as dist
 
 from torchtitan_wlb.data.micro_batch import AttentionMeta
 from torchtitan_wlb.models.attention import Attention
-
-# torch renamed both in 2.13 and warns about the old names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from torchtitan_wlb.parallelisms.distributed import all_gather, reduce_scatter
 
 
 class _GatherPacked(torch.autograd.Function):
@@ -24,7 +21,7 @@ class _GatherPacked(torch.autograd.Function):
         ctx.index, ctx.group = index, group
         cp = dist.get_world_size(group)
         gathered = kv.new_empty(cp * 2, *kv.shape[1:])
-        _all_gather(gathered, kv.contiguous(), group=group)
+        all_gather(gathered, kv.contiguous(), group=group)
         # [CP, 2, T/CP, ...] -> [2, CP x T/CP, ...] -> packed order
         return gathered.unflatten(0, (cp, 2)).transpose(0, 1).flatten(1, 2).index_select(1, index)
 
@@ -35,7 +32,7 @@ class _GatherPacked(torch.autograd.Function):
         by_rank[:, ctx.index] = grad  # the index is a permutation
         by_rank = by_rank.unflatten(1, (cp, -1)).transpose(0, 1).flatten(0, 1).contiguous()
         mine = torch.empty_like(by_rank[:2])
-        _reduce_scatter(mine, by_rank, group=ctx.group)
+        reduce_scatter(mine, by_rank, group=ctx.group)
         return mine, None, None
 
 

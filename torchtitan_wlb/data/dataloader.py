@@ -94,7 +94,7 @@ class StepDataset(IterableDataset):
             plan_hash=plan.hash(),
             stats={
                 "tokens": plan.tokens,
-                "docs": len(plan.spans),
+                "docs": plan.documents,
                 "attended_pairs": plan.attended_pairs,
                 "pad_fraction": 1 - plan.tokens / sum(padded),
                 "imbalance_micro_batch": plan.imbalance,

@@ -51,7 +51,9 @@ def prepare(spec: SourceSpec, tokenizer: Tokenizer, cache: str, num_proc: int = 
     Returns:
         (token folder, table file) in the cache; the table file has a JSON twin with the counts of the policy.
 
-    Raises:
+
+
+        Raises:
         ConfigError: no file, no such column, no document left.
     """
     text_only = tokenizer.fingerprint if SOURCES[spec.name].kind == "text" else ""
@@ -61,11 +63,23 @@ def prepare(spec: SourceSpec, tokenizer: Tokenizer, cache: str, num_proc: int = 
     folder = Path(cache) / f"{spec.name}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
     table = folder / f"documents-{spec.long_documents}-{spec.seq_len}.npy"
     if not table.exists():
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--training.dataset_cache {cache}: {error.strerror}") from error
         with FileLock(folder / "lock"):
-            _prepare_tokens(spec, tokenizer, folder, num_proc)
-            if not table.exists():
-                _prepare_table(spec, folder, table)
+            try:
+                _prepare_tokens(spec, tokenizer, folder, num_proc)
+                if not table.exists():
+                    _prepare_table(spec, folder, table)
+            except ConfigError:
+                raise
+            except Exception as error:  # whatever a reader says of a file that is not what it should be
+                cause = error.__cause__ or error
+                raise ConfigError(
+                    f"--training.dataset {spec.name}, --training.dataset_path {spec.path or '(none)'} cannot be read: "
+                    f"{type(cause).__name__}: {str(cause)[:500]}"
+                ) from error
     return folder, table
 
 
@@ -137,7 +151,7 @@ def _encode_batch(batch, tokenizer: Tokenizer | None, spec: SourceSpec):
     rows = batch[spec.column]
     out = {"input_ids": tokenizer.encode_documents([r or "" for r in rows]) if tokenizer else [r or [] for r in rows]}
     if spec.loss_mask_column:
-        out["loss_mask"] = batch[spec.loss_mask_column]
+        out["loss_mask"] = [[int(m != 0) for m in row or []] for row in batch[spec.loss_mask_column]]
         for ids, mask in zip(out["input_ids"], out["loss_mask"]):
             if len(ids) != len(mask):
                 raise ValueError(f"a row has {len(ids)} ids and {len(mask)} entries in {spec.loss_mask_column}")
@@ -163,6 +177,8 @@ def _prepare_table(spec: SourceSpec, folder: Path, table: Path) -> None:
     counts["no_target"] = int((~keep).sum())
     rows = np.column_stack([rows, targets])[keep].astype(np.int32)
     counts |= {"documents": len(rows), "tokens": int((rows[:, _STOP] - rows[:, _START]).sum())}
+    if SOURCES[spec.name].kind == "tokens":
+        counts |= dict(zip(("smallest_id", "largest_id"), store.id_range()))
     if not len(rows):
         raise ConfigError(f"--training.dataset {spec.name} {spec.path}: no document with a target is left ({counts})")
     table.with_suffix(".json").write_text(json.dumps(asdict(spec) | {"counts": counts}))
@@ -222,6 +238,12 @@ class Documents:
         self._specs, self.weights = specs, weights
         self._paths = [prepare(spec, tokenizer, cache, num_proc) for spec in specs]
         self._open()
+        for spec, counts in zip(specs, self.counts()):
+            if counts.get("largest_id", 0) >= tokenizer.n_ids or counts.get("smallest_id", 0) < 0:
+                raise ConfigError(
+                    f"--training.dataset {spec.name} {spec.path} has ids {counts['smallest_id']} to "
+                    f"{counts['largest_id']}, --model.tokenizer has 0 to {tokenizer.n_ids - 1}"
+                )
 
     def _open(self) -> None:
         self._tables = [np.load(table, mmap_mode="r") for _, table in self._paths]
@@ -303,16 +325,25 @@ class Documents:
 
 
 def load_documents(
-    t: Training, tokenizer: Tokenizer, names: Sequence[str], paths: Sequence[str] = (), weights: Sequence[float] = ()
+    t: Training,
+    tokenizer: Tokenizer,
+    names: Sequence[str],
+    paths: Sequence[str] = (),
+    weights: Sequence[float] = (),
+    section: str = "training",
 ) -> Documents:
     """Prepare (or find in the cache) and map the documents of some sources.
 
     Args:
         t: column names, context window, policy and cache.
         names, paths, weights: one of each a source; no paths for sources without, no weights for equal shares.
+        section: of the configuration, for messages.
     """
     specs = [
         SourceSpec(name, path, t.dataset_column, t.loss_mask_column, t.seq_len, t.long_documents)
         for name, path in zip(names, paths or [""] * len(names))
     ]
-    return Documents(specs, list(weights or [1.0] * len(names)), tokenizer, t.dataset_cache, os.cpu_count() or 1)
+    try:
+        return Documents(specs, list(weights or [1.0] * len(names)), tokenizer, t.dataset_cache, os.cpu_count() or 1)
+    except ConfigError as error:
+        raise ConfigError(*(p.replace("--training.dataset", f"--{section}.dataset") for p in error.problems)) from error

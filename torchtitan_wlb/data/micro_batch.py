@@ -47,7 +47,7 @@ class MicroBatch:
         attention: see AttentionMeta.
         lengths: tokens of the documents, in packed order.
         n_tokens: T.
-        cp_imbalance: (largest, mean) attended pairs over context-parallel ranks.
+        cp_pairs: (largest, mean) attended pairs over context-parallel ranks.
     """
 
     tokens: torch.Tensor

@@ -94,10 +94,12 @@ def source_identity(name: str, path: str) -> str:
     """
     if name.startswith("stdlib"):
         return f"{name} {sys.version}"
-    if name in ("hf", "synthetic"):
-        is_file = Path(path).is_file()
-        return f"{name} {path} {Path(path).stat().st_size if is_file else ''}"
-    shards = SOURCES[name].shards(path)
+    if name == "hf" or (name == "synthetic" and not Path(path).is_file()):
+        return f"{name} {path}"
+    shards = [path] if name == "synthetic" else SOURCES[name].shards(path)
+    shards += [str(Path(p).with_suffix(".json")) for p in shards if p.endswith(".bin") and name == "tokens"]
+    if missing := [p for p in shards if not Path(p).is_file()]:
+        raise ConfigError(f"--training.dataset_path {path}: {', '.join(missing)} is missing")
     if not shards:
         raise ConfigError(f"--training.dataset_path {path}: no file found for --training.dataset {name}")
     stats = [(p, Path(p).stat().st_size, Path(p).stat().st_mtime_ns) for p in shards]

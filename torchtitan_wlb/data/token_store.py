@@ -31,6 +31,11 @@ class ArrowTokens:
     def row_lengths(self) -> np.ndarray:
         return np.concatenate([np.zeros(0, np.int32), *(np.diff(offsets) for _, offsets in self._ids)]).astype(np.int32)
 
+    def id_range(self) -> tuple[int, int]:
+        """Smallest and largest id of the whole store."""
+        parts = [values for values, _ in self._ids if len(values)]
+        return min((int(v.min()) for v in parts), default=0), max((int(v.max()) for v in parts), default=0)
+
     def _slice(self, chunks, row: int, start: int, stop: int) -> np.ndarray:
         c = int(np.searchsorted(self._first, row, side="right")) - 1
         values, offsets = chunks[c]
@@ -66,6 +71,9 @@ class FlatTokens:
 
     def mask(self, row: int, start: int, stop: int) -> np.ndarray:
         raise NotImplementedError("a flat token file has no loss mask")
+
+    def id_range(self) -> tuple[int, int]:
+        return int(self._ids.min()), int(self._ids.max())
 
 
 class SyntheticTokens:

@@ -59,6 +59,11 @@ class ModelArgs:
     def head_flops_per_token(self, vocab_size: int) -> float:
         return 2 * self.dim * vocab_size
 
+    def embedding_cost(self) -> float:
+        """The embedding's share in balancing stages, as FLOPs of one token: it reads and writes a row forward and
+        backward, about 8 bytes a value, at some 40 FLOPs a byte."""
+        return 8 * 40 * self.dim
+
     @property
     def layer_flops_per_pair(self) -> float:
         """Forward FLOPs of one attended (query, key) pair in one layer: scores and weighted values."""

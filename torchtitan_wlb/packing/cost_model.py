@@ -111,9 +111,10 @@ def analytic_cost_model(
 ) -> CostModel:
     """Cost model from the FLOPs of a model, the rates of a device and the traffic of a layout.
 
-    Compute is shared by TP x CP ranks. Tensor parallelism with sequence parallelism gathers and scatters the activations
-    of every token four times a layer forward and four times backward; context parallelism moves keys and values of every
-    token once in each direction. FSDP's gathers hide behind compute and are the same for every micro-batch: left out.
+    Compute is shared by TP x CP ranks. Tensor parallelism with sequence parallelism gathers and scatters the
+    activations of every token four times a layer forward and four times backward; context parallelism moves keys and
+    values of every token once in each direction. FSDP's gathers hide behind compute and are the same for every
+    micro-batch: left out.
 
     Args:
         linear_flops_per_token: forward FLOPs of one token in all matrix products of the model.

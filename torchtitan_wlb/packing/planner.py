@@ -56,6 +56,11 @@ class StepPlan:
         return int(lengths(self.spans).sum())
 
     @property
+    def documents(self) -> int:
+        """Documents trained; one that `plain` cut counts where it begins."""
+        return int((self.spans[:, START] == 0).sum())
+
+    @property
     def attended_pairs(self) -> int:
         d = lengths(self.spans)
         return int((d * (d + 1) // 2).sum())
@@ -144,7 +149,7 @@ def make_packer(s: PackingSettings) -> Packer:
     if s.strategy == "fixed_solver":
         from torchtitan_wlb.packing.solver import assign_exactly
 
-        return Fixed(s.n, s.seq_len, s.window, partial(assign_exactly, seconds=s.solver_seconds))
+        return Fixed(s.n, s.seq_len, s.window, partial(assign_exactly, nodes=s.solver_nodes))
     if s.strategy == "wlb_paper":
         return WLBPaper(s.n, s.s_max, s.thresholds, s.cost)
     return WLB(s.n, s.seq_len, s.s_max, s.cost, in_flight=s.in_flight, max_delay=s.max_delay, delay_price=s.delay_price)

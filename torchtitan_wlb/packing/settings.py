@@ -18,7 +18,7 @@ class PackingSettings:
     Attributes:
         n: micro-batches a step, over all ranks.
         s_max: tokens of the longest micro-batch, a multiple of seq_len_multiple.
-        thresholds: of wlb_paper. delay_price, max_delay: of wlb. window, solver_seconds: of fixed and fixed_solver.
+        thresholds: of wlb_paper. delay_price, max_delay: of wlb. window, solver_nodes: of fixed and fixed_solver.
         in_flight: (micro-batches, tokens) that so many together may hold; (0, 0) for no such limit.
         cost: workload model, frozen.
         documents: fingerprint of all document lengths.
@@ -33,7 +33,7 @@ class PackingSettings:
     delay_price: float
     max_delay: int
     window: int
-    solver_seconds: float
+    solver_nodes: int
     in_flight: tuple[int, int]
     cost: CostModel
     seed: int
@@ -56,7 +56,7 @@ class PackingSettings:
             "wlb": f", S_max {self.s_max}, delay_price {self.delay_price:.3g}, max_delay {self.max_delay}",
             "wlb_paper": f", S_max {self.s_max}, thresholds {self.thresholds}",
             "fixed": f", window {self.window}",
-            "fixed_solver": f", window {self.window}, {self.solver_seconds} s",
+            "fixed_solver": f", window {self.window}, {self.solver_nodes} nodes",
         }.get(self.strategy, "")
         equal = f"attention costs as much as the rest at {self.cost.equal_length():,.0f} tokens"
         return f"packing {self.strategy}: N {self.n}, window {self.seq_len}{used}; {equal}"
@@ -75,7 +75,7 @@ _FLAGS = {
     "delay_price": "packing.delay_price",
     "max_delay": "packing.max_delay_steps",
     "window": "packing.window",
-    "solver_seconds": "packing.solver_seconds",
+    "solver_nodes": "packing.solver_nodes",
     "in_flight": "packing.max_tokens_in_flight",
     "cost": "cost_model.device or cost_model.profile",
     "seed": "debug.seed",
@@ -106,7 +106,7 @@ def resolve_settings(
         delay_price=0.0 if packing.delay_price == "auto" else packing.delay_price,
         max_delay=packing.max_delay_steps,
         window=packing.window,
-        solver_seconds=packing.solver_seconds,
+        solver_nodes=packing.solver_nodes,
         in_flight=(pp, budget) if budget else (0, 0),
         cost=cost,
         seed=seed,
@@ -140,10 +140,10 @@ def reconcile(stored: dict[str, Any], configured: PackingSettings, left_open: se
     kept = PackingSettings(**(stored | restored))
     differ = [
         f"--{_FLAGS[f.name]}: the checkpoint was made with {getattr(kept, f.name)}, "
-        f"configured is {getattr(configured, f.name)}"
+        f"configured is {getattr(configured, f.name)}; packing cannot change on resume"
         for f in fields(PackingSettings)
         if f.name not in left_open and getattr(kept, f.name) != getattr(configured, f.name)
     ]
     if differ:
-        raise ConfigError("on resume nothing that decides which document goes where can change:", *differ)
+        raise ConfigError(*differ)
     return kept

@@ -26,15 +26,22 @@ class Solution:
 
 
 def solve(
-    weights: np.ndarray, tokens: np.ndarray, bins: int, capacity: int, seconds: float, start: np.ndarray
+    weights: np.ndarray,
+    tokens: np.ndarray,
+    bins: int,
+    capacity: int,
+    start: np.ndarray,
+    nodes: int,
+    seconds: float = float("inf"),
 ) -> Solution:
     """Even out weights over bins.
 
     Args:
         weights, tokens: [k] of the documents.
         capacity: tokens a bin may hold.
-        seconds: time limit; what has been found by then is returned, never worse than `start`.
-        start: [k] a feasible assignment.
+        start: [k] a feasible assignment; what is returned is never worse.
+        nodes: of the search tree, at most. The same on every rank and machine, as plans must be.
+        seconds: time limit, for studies only: ranks that stop at different nodes would plan different steps.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import bmat, csr_matrix, eye, kron
@@ -57,7 +64,7 @@ def solve(
         constraints=LinearConstraint(a, low, high),
         integrality=np.append(np.ones(k * bins), 0),
         bounds=Bounds(np.append(np.zeros(k * bins), trivial * scale), np.append(np.ones(k * bins), 1.0)),
-        options={"time_limit": seconds, "mip_rel_gap": 1e-4},
+        options={"node_limit": nodes, "time_limit": seconds, "mip_rel_gap": 1e-4},
     )
     bound = max(trivial, (result.mip_dual_bound or 0.0) / scale)
     if result.x is None:
@@ -69,9 +76,9 @@ def solve(
     return Solution(where, largest, min(bound, largest))
 
 
-def assign_exactly(weights: np.ndarray, tokens: np.ndarray, bins: int, capacity: int, seconds: float) -> np.ndarray:
+def assign_exactly(weights: np.ndarray, tokens: np.ndarray, bins: int, capacity: int, nodes: int) -> np.ndarray:
     """`spread`, then the documents that fitted are assigned anew by the solver; see packers.Fixed for the arguments."""
     where = spread(weights, tokens, bins, capacity)
     fitted = where >= 0
-    where[fitted] = solve(weights[fitted], tokens[fitted], bins, capacity, seconds, where[fitted]).where
+    where[fitted] = solve(weights[fitted], tokens[fitted], bins, capacity, where[fitted], nodes).where
     return where

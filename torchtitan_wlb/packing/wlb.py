@@ -1,5 +1,4 @@
-"""The default packer: long documents leave a sorted pool as a run of neighbours, when the balance they allow is worth
-it.
+"""The default packer: long documents leave a sorted pool as a run of neighbours, when the balance is worth it.
 
 Algorithm 1 lets outliers go when a queue of their length class is full. Here there are no classes. Documents above a
 third of an average micro-batch wait in one pool, sorted by length, and every step asks of every run of neighbours in it
@@ -8,14 +7,14 @@ third of an average micro-batch wait in one pool, sorted by length, and every st
 1. Deal the run to the N micro-batches, longest first, the second N in reverse.
 2. Pour the step's short documents in like water, under the token cap of every micro-batch: a level by bisection,
    nothing is packed.
-3. excess = N x max - sum of the work, the time for which micro-batches wait for the slowest.
-   gain = delay_price x (waiting time that releasing the run ends) - excess - delay_price x (tokens that find no room
-   and wait a step).
+3. Judge it:
+     excess = N x max - sum of the work: the time for which micro-batches wait for the slowest
+     gain   = delay_price x (waiting that ends now, in token-steps) - excess
+              - delay_price x (tokens that find no room and wait a step)
 
 The run with the largest gain leaves (perhaps none), with every document at its age limit; then everything is packed
-greedily. One knob,
-delay_price, walks along the front of balance against delay: the time, in units of a token's linear work, that ending
-one step of waiting of one token is worth. All runs are evaluated at once in numpy.
+greedily. One knob, delay_price, walks along the front of balance against delay: the time, in units of a token's linear
+work, that ending one step of waiting of one token is worth. All runs are evaluated at once in numpy.
 """
 
 import numpy as np
@@ -106,11 +105,10 @@ class WLB:
         gain = self.delay_price * (ended_wait - (short_tokens - poured.sum(axis=1))) - excess
         trained = leaving @ tokens + poured.sum(axis=1)
         fits = (held <= cap).all(axis=1) & (_top_sum(held, self.in_flight[0]) <= self.in_flight[1])
-        # Where not even the documents at their age limit fit together, they leave all the same and packing keeps what
-        # has no room.
         # No step may be nearly empty: that can happen where long documents are all there is.
         fits &= trained >= min(_LEAST_TOKENS * n * self.seq_len, np.max(trained[fits], initial=0.0))
-        # If the documents at their age limit do not fit together, they leave all the same and packing keeps what has no room.
+        # If the documents at their age limit do not fit together, they leave all the same and packing keeps what has no
+        # room.
         best = int(np.argmax(np.where(fits, gain, -np.inf)))
         return (run[best] & fits[best])[np.arange(size) // g] | overdue
 

@@ -1,4 +1,8 @@
-"""Process groups, and the few collectives of a training step that are not inside FSDP, TP, CP or PP."""
+"""Process groups, and the few collectives of a training step that are not inside FSDP, TP, CP or PP.
+
+Private API, torch 2.13: `_set_pg_timeout` (there is no public way to change a time limit), `_StridedShard` (the
+placement that FSDP2 over tensor parallelism gives parameters).
+"""
 
 import datetime
 import math
@@ -12,26 +16,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-# torch 2.13 renamed all_gather_into_tensor and warns about the old name.
+# torch 2.13 renamed both and warns about the old names.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def init_distributed(timeout_seconds: int) -> torch.device:
-    """Start the default process group (NCCL on CUDA, gloo on CPU) and return this rank's device."""
-    if torch.cuda.is_available():
-        device, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), "cpu:gloo,cuda:nccl"
-        torch.cuda.set_device(device)
-    else:
-        device, backend = torch.device("cpu"), "gloo"
-    for name, value in (
-        ("RANK", "0"),
-        ("WORLD_SIZE", "1"),
-        ("MASTER_ADDR", "localhost"),
-        ("MASTER_PORT", "29500"),
-    ):
-        os.environ.setdefault(name, value)
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_seconds))
+def select_device() -> torch.device:
+    """This rank's device, made current: its CUDA device, or the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(device)
     return device
+
+
+def init_distributed(device: torch.device, timeout_seconds: int) -> None:
+    """Start the default process group: NCCL for CUDA tensors, gloo for CPU tensors."""
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")):
+        os.environ.setdefault(name, value)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_seconds))
 
 
 def set_timeouts(seconds: int, mesh: DeviceMesh, cp_group: dist.ProcessGroup | None) -> None:

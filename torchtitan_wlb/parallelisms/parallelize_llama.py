@@ -151,7 +151,8 @@ def apply_fsdp(
 ) -> None:
     """Shard every block, the head and what is left; gradients are *summed* over ranks, since the loss is already
     divided by the valid tokens of the whole step."""
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    # Inputs keep their types: activations have the parameters' already, and the rotary table stays fp32.
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     for block in model.layers.values():
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     if model.output is not None:
