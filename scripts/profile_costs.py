@@ -73,8 +73,8 @@ def measure_attention(args: ModelArgs, tp: int, dtype: torch.dtype, device: torc
                 torch.randn(n, h, args.head_dim, dtype=dtype, device=device)
                 for n, h in ((q, heads), (k, kv_heads), (k, kv_heads))
             ]
-            leaves = [t.requires_grad_() for t in x]
-            forward_ms, backward_ms = timed(partial(kernel, *leaves, [(0, q, 0, k)]), device)
+            query, key, value = (t.requires_grad_() for t in x)
+            forward_ms, backward_ms = timed(partial(kernel, query, key, value, [(0, q, 0, k)]), device)
             rows.append({"q": q, "k": k, "forward_ms": forward_ms, "backward_ms": backward_ms})
     return rows
 
@@ -96,15 +96,9 @@ def measure_linear(
     for tokens in sorted({max(64, longest * i // 8) for i in (1, 2, 3, 4, 6, 8, 12)}):
         x = torch.randn(1, tokens, args.dim, dtype=dtype, device=device, requires_grad=True)
         labels = torch.randint(0, head.n_ids, (1, tokens), device=device)
-        layer = timed(
-            lambda x=x: block(
-                x,
-                rope=rope[: x.shape[1]] if x.shape[1] <= longest else rope.repeat(2, 1, 1)[: x.shape[1]],
-                meta=AttentionMeta([]),
-            ),
-            device,
-        )
-        top = timed(lambda x=x, labels=labels: head(x, labels), device)
+        positions = torch.arange(tokens, device=device) % longest
+        layer = timed(partial(block, x, rope=rope[positions], meta=AttentionMeta([])), device)
+        top = timed(partial(head, x, labels), device)
         rows.append({"tokens": tokens, "layer_ms": sum(layer), "head_ms": sum(top)})
     return rows
 
@@ -172,7 +166,7 @@ def main(argv: list[str]) -> None:
     tokenizer = Tokenizer(config.model.tokenizer)
     args = replace(llama_configs[config.model.flavor], vocab_size=tokenizer.padded_vocab_size)
     tp, longest = config.parallelism.tensor_parallel_degree, config.training.seq_len
-    profile = {
+    profile: dict = {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "one core of an x86 CPU",
         "torch": torch.__version__.split("+")[0],
         "flavor": config.model.flavor,

@@ -72,15 +72,13 @@ def recipe_settings(config: JobConfig, seed: int) -> PackingSettings:
     )
 
 
-def settings_to_compare(
-    base: PackingSettings, target: float, stream: Stream, seconds: float
-) -> Iterator[tuple[str, PackingSettings]]:
+def settings_to_compare(base: PackingSettings, target: float, stream: Stream) -> Iterator[tuple[str, PackingSettings]]:
     """(setting, settings) of every row."""
     yield "-", replace(base, strategy="plain")
     yield "-", replace(base, strategy="plain_whole")
     for window in (1, 2, 4, 8):
         yield f"window {window}", replace(base, strategy="fixed", window=window)
-    yield f"window 1, {seconds:g} s", replace(base, strategy="fixed_solver", window=1, solver_seconds=seconds)
+    yield f"window 1, {base.solver_nodes} nodes", replace(base, strategy="fixed_solver", window=1)
     s = base.seq_len
     # 40K and 80K at a window of 128K, and the same shares of other windows.
     for share in ((10,), (10, 20), (8, 14, 22)):
@@ -100,7 +98,6 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", required=True)
     parser.add_argument("--plot", default="")
-    parser.add_argument("--solver_seconds", type=float, default=0.2)
     arguments, rest = parser.parse_known_args(argv)
     config = load_config(rest)
     stream = Stream(arguments.lengths, config)
@@ -111,7 +108,7 @@ def main(argv: list[str]) -> None:
         f"{'strategy':13} {'setting':32} "
         + " ".join(f"{c.replace('_steps', '').replace('imbalance', 'imb'):>13}" for c in COLUMNS)
     )
-    for setting, settings in settings_to_compare(base, config.packing.target_delay, stream, arguments.solver_seconds):
+    for setting, settings in settings_to_compare(base, config.packing.target_delay, stream):
         quality, trace = simulate(stream.planner(settings), arguments.steps, f"{settings.strategy} {setting}")
         rows.append({"strategy": settings.strategy, "setting": setting} | quality.row())
         traces[f"{settings.strategy} {setting}"] = trace

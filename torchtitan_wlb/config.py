@@ -107,7 +107,7 @@ class Packing:
     them. auto: the best balance on the documents within target_delay, found at the first step."""
     window: int = 1
     """fixed, fixed_solver: global batches that are repacked together."""
-    solver_nodes: int = 100
+    solver_nodes: int = 10
     """fixed_solver: nodes that the integer program may search a step (a time limit would not be the same on all
     ranks)."""
 

@@ -38,11 +38,11 @@ def _tflops(*values: float) -> tuple[float, ...]:
     return tuple(v * 1e12 for v in values)
 
 
-# cpu: one core of a 2-core x86 CPU in fp32, measured by us. h100 (bf16): the shape of the attention curve is our fit of
-# a published forward curve (130 TFLOP/s at 1K tokens, 260 at 4K, 341 at 64K, head dimension 128), shorter lengths by
-# tiles of 128 queries, times 0.68 for forward and backward together; matrix products 550 TFLOP/s, NVLink 380 GB/s. With
-# these, attention of one document equals its linear part at about 28K tokens for 7B with TP=8, where the WLB-LLM paper
-# profiles it. h200: the same chip, more memory.
+# cpu: one core of a 2-core x86 CPU in fp32, measured with scripts/profile_costs.py (debugmodel at 8K). h100 (bf16): the
+# shape of the attention curve is our fit of a published forward curve (130 TFLOP/s at 1K tokens, 260 at 4K, 341 at 64K,
+# head dimension 128), shorter lengths by tiles of 128 queries, times 0.68 for forward and backward together; matrix
+# products 550 TFLOP/s, NVLink 380 GB/s. With these, attention of one document equals its linear part at about 28K
+# tokens for 7B with TP=8, where the WLB-LLM paper profiles it. h200: the same chip, more memory.
 _H100 = Device(
     matmul=550e12,
     knots=(128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131072),
@@ -53,7 +53,12 @@ _H100 = Device(
 )
 DEVICES = {
     "cpu": Device(
-        matmul=36e9, knots=(64, 512, 2048, 8192), rates=(8e9, 12e9, 20e9, 27e9), link=4e9, latency=50e-6, tile=1
+        matmul=58e9,
+        knots=(64, 256, 512, 1024, 2048, 8192),
+        rates=(10e9, 30e9, 41e9, 62e9, 81e9, 98e9),
+        link=4e9,
+        latency=50e-6,
+        tile=1,
     ),
     "h100": _H100,
     "h200": _H100,
