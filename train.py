@@ -21,14 +21,15 @@ from torchtitan_wlb.checkpoint import CheckpointManager, find_checkpoint, read_r
 from torchtitan_wlb.config import ConfigError, JobConfig
 from torchtitan_wlb.config_checks import batch_problems, settings_without_effect, validate
 from torchtitan_wlb.config_manager import exit_on_config_error, load_config
-from torchtitan_wlb.context_parallel.shard_plan import BUILDERS
+from torchtitan_wlb.context_parallel.kernel_cost import build_kernel_cost
+from torchtitan_wlb.context_parallel.selection import KINDS
 from torchtitan_wlb.data.dataloader import StepDataset, build_dataloader, make_planner
 from torchtitan_wlb.data.documents import Documents, load_documents
 from torchtitan_wlb.data.micro_batch import Layout
 from torchtitan_wlb.data.tokenizer import Tokenizer
 from torchtitan_wlb.logger import init_logger, logger
 from torchtitan_wlb.metrics import MetricLogger, peak_flops
-from torchtitan_wlb.models.attention import select_attention
+from torchtitan_wlb.models.attention import select_kernel
 from torchtitan_wlb.models.llama import Transformer, llama_configs
 from torchtitan_wlb.optimizer import Optimizers, lr_factor
 from torchtitan_wlb.packing.cost_model import DEVICES
@@ -115,6 +116,8 @@ def main(config: JobConfig) -> None:
 
     # Loader workers start here, before process groups; pinning memory needs to know the device.
     device = select_device()
+    dtype = getattr(torch, training.mixed_precision_param)
+    kernel = select_kernel(device.type, dtype, config.model.attention)
     layout = Layout(
         dp=dims.dp,
         dp_rank=my["dp"],
@@ -123,7 +126,14 @@ def main(config: JobConfig) -> None:
         tp=dims.tp,
         tp_rank=my["tp"],
         sharding=config.context_parallel.sharding,
-        tile=DEVICES[cost_device].tile,
+        kernel_cost=build_kernel_cost(
+            config.cost_model.profile,
+            DEVICES[cost_device],
+            layer_flops_per_pair=model_args.layer_flops_per_pair,
+            kv_dim=model_args.n_kv_heads * model_args.head_dim,
+            tp=dims.tp,
+            bytes_per_value=dtype.itemsize,
+        ),
     )
     dataset = StepDataset(documents, settings, layout, run_state["planner"] if run_state else None)
     steps = iter(build_dataloader(dataset, training.num_workers, pin_memory=device.type == "cuda"))
@@ -139,8 +149,6 @@ def main(config: JobConfig) -> None:
     logger.info(f"{dims} on {device.type}; {settings.describe()}")
 
     # The model: this rank's stages on the meta device, made parallel, then filled in place.
-    dtype = getattr(torch, training.mixed_precision_param)
-    kernel_name, kernel = select_attention(device.type, dtype)
     stages = split_layers(
         model_args.n_layers,
         n_stages,
@@ -170,6 +178,7 @@ def main(config: JobConfig) -> None:
             ac_mode=config.activation_checkpoint.mode,
             ac_every=config.activation_checkpoint.selective_every,
             compile=config.compile.enable,
+            recompute_kv=config.context_parallel.recompute_kv,
             reshard_after_forward=reshard,
         )
         model.to_empty(device=device)
@@ -178,7 +187,7 @@ def main(config: JobConfig) -> None:
     parameters = [p for model in models for p in model.parameters()]
     logger.info(
         f"Model {config.model.flavor}, layers of the stages {[f'{r.start}..{r.stop - 1}' for r in stages]}, "
-        f"attention kernel {kernel_name}, {dtype}"
+        f"attention kernel {kernel.name}, {dtype}"
     )
 
     pipeline = Pipeline(
@@ -251,7 +260,7 @@ def main(config: JobConfig) -> None:
                 cp_work=batch.cp_work,
                 kinds=batch.cp_sharding,
                 counts=my["pp"] == my["cp"] == my["tp"] == 0,
-                all_kinds=("whole", *BUILDERS),
+                all_kinds=("whole", *KINDS),
             )
             record = {
                 "step": step,

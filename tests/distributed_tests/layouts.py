@@ -8,16 +8,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from torchtitan_wlb.context_parallel.kernel_cost import analytic_kernel_cost
 from torchtitan_wlb.context_parallel.selection import choose_plan
 from torchtitan_wlb.data.micro_batch import pack_documents, padded_length
-from torchtitan_wlb.models.attention import sdpa
+from torchtitan_wlb.models.attention import SDPA
 from torchtitan_wlb.models.llama import ModelArgs, Transformer
+from torchtitan_wlb.packing.cost_model import DEVICES
 from torchtitan_wlb.parallelisms.distributed import clip_grad_norm, gather_step
 from torchtitan_wlb.parallelisms.parallel_dims import ParallelDims
 from torchtitan_wlb.parallelisms.parallelize_llama import parallelize_llama
 from torchtitan_wlb.parallelisms.pipeline_llama import Pipeline, my_stages, split_layers
 
 N_IDS = 259
+KERNEL_COST = analytic_kernel_cost(DEVICES["cpu"], 1.0, 1.0)
 ARGS = ModelArgs(dim=64, n_layers=5, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=384)
 MAX_POSITION, MULTIPLE, LOSS_CHUNK, SEED = 256, 12, 48, 7
 
@@ -36,6 +39,7 @@ class Case:
     schedule: str = "1F1B"
     sharding: str = "per_document"
     ac_mode: str = "none"
+    recompute_kv: bool = False
 
     @property
     def dims(self) -> ParallelDims:
@@ -85,8 +89,8 @@ def run_case(case: Case, documents, flip: tuple[int, int] | None, out: Path) -> 
             model = Transformer(ARGS, n_ids=N_IDS, max_position=MAX_POSITION, loss_chunk=LOSS_CHUNK, layers=stages[i])
         parallelize_llama(
             model, mesh, dims, cp_group,
-            kernel=sdpa, param_dtype=torch.float32, reduce_dtype=torch.float32,
-            ac_mode=case.ac_mode, reshard_after_forward=dims.pp == 1,
+            kernel=SDPA, param_dtype=torch.float32, reduce_dtype=torch.float32,
+            ac_mode=case.ac_mode, recompute_kv=case.recompute_kv, reshard_after_forward=dims.pp == 1,
         )  # fmt: skip
         model.to_empty(device=device)
         model.init_weights(SEED, device)
@@ -115,7 +119,7 @@ def run_case(case: Case, documents, flip: tuple[int, int] | None, out: Path) -> 
         for group in my_groups:
             lengths = [len(docs[i][0]) for i in group]
             total = padded_length(sum(lengths), dims.cp, dims.tp, MULTIPLE)
-            plan = choose_plan(lengths, total, dims.cp, case.sharding, tile=1)
+            plan = choose_plan(lengths, total, dims.cp, case.sharding, KERNEL_COST)
             micro_batches.append(
                 pack_documents([docs[i][0] for i in group], [docs[i][1] for i in group], plan, my["cp"])
             )

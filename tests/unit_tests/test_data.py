@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from torchtitan_wlb.config import ConfigError
+from torchtitan_wlb.context_parallel.kernel_cost import analytic_kernel_cost
 from torchtitan_wlb.data.documents import Documents, SourceSpec, apply_length_policy
 from torchtitan_wlb.data.micro_batch import IGNORE_INDEX, Layout, build_micro_batch
 from torchtitan_wlb.data.sampler import DocumentOrder, permute
 from torchtitan_wlb.data.sources import read_functions, synthetic_lengths
 from torchtitan_wlb.data.tokenizer import Tokenizer
+from torchtitan_wlb.packing.cost_model import DEVICES
 from torchtitan_wlb.packing.spans import as_spans
 
 BYTES = Tokenizer("bytes", add_bos=True, add_eos=True)
@@ -202,7 +204,8 @@ def test_finite_epochs_end():
 
 def test_micro_batch_of_hand_written_documents(folder, tmp_path):
     d = Documents([spec("text", folder)], [1.0], BYTES, str(tmp_path / "cache"))
-    layout = Layout(dp=1, dp_rank=0, cp=1, cp_rank=0, tp=1, tp_rank=0, sharding="adaptive", tile=1)
+    unused = analytic_kernel_cost(DEVICES["cpu"], 1.0, 1.0)
+    layout = Layout(dp=1, dp_rank=0, cp=1, cp_rank=0, tp=1, tp_rank=0, sharding="adaptive", kernel_cost=unused)
     mb = build_micro_batch(as_spans([(0, 0, 7, 1), (3, 0, 3, 1)]), d, layout, multiple=4)
     assert mb.tokens.tolist() == [[256, *b"hello", 257, 256, *"ü".encode(), 0, 0]]
     i = IGNORE_INDEX

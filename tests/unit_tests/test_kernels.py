@@ -9,11 +9,15 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_wlb.context_parallel.shard_plan import BUILDERS
+from torchtitan_wlb.config import ConfigError
+from torchtitan_wlb.context_parallel.kernel_cost import analytic_kernel_cost
+from torchtitan_wlb.context_parallel.selection import choose_plan
 from torchtitan_wlb.data.micro_batch import padded_length
 from torchtitan_wlb.loss import chunked_cross_entropy
-from torchtitan_wlb.models.attention import sdpa, select_attention, varlen
+from torchtitan_wlb.models import attention
+from torchtitan_wlb.models.attention import SDPA, select_kernel
 from torchtitan_wlb.models.llama import ModelArgs, RopeScaling, Transformer, llama_configs, rotary_table
+from torchtitan_wlb.packing.cost_model import DEVICES
 from torchtitan_wlb.parallelisms.pipeline_llama import my_stages, split_layers
 
 
@@ -29,51 +33,99 @@ def dense_attention(q, k, v, segments):
     return torch.einsum("hqk,khd->qhd", p, v.repeat_interleave(group, 1))
 
 
-@settings(max_examples=25, deadline=None)
+def run_kernel(kernel, q, k, v, g, segments):
+    """(output with zeros outside segments, gradients)."""
+    out, lse = kernel.forward(q, k, v, segments)
+    covered = torch.zeros(len(q), dtype=torch.bool)
+    for q0, q1, _, _ in segments:
+        covered[q0:q1] = True
+    out[~covered] = 0
+    return out, kernel.backward(g, q, k, v, out, lse, segments)
+
+
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.one_of(st.just(1), st.integers(1, 60)), min_size=1, max_size=12),
-    st.sampled_from([1, 2, 4, 8]),
-    st.sampled_from(["per_sequence", "per_document"]),
+    st.sampled_from([1, 2, 4, 16]),
+    st.sampled_from(["per_sequence", "per_document", "hybrid"]),
     st.sampled_from([(4, 4), (4, 2), (4, 1)]),
 )
 def test_chunks_of_all_ranks_make_the_whole_attention(lengths, cp, sharding, heads):
     """Ranks simulated one after the other: outputs and summed gradients equal dense attention, padding gets zeros."""
     total = padded_length(sum(lengths), cp, 1, 16)
-    plan = BUILDERS[sharding](lengths, total, cp)
+    plan = choose_plan(lengths, total, cp, sharding, analytic_kernel_cost(DEVICES["cpu"], 1.0, 1.0))
     generator = torch.Generator().manual_seed(len(lengths))
     q, k, v, g = (
         torch.randn(total, h, 8, generator=generator, dtype=torch.float64)
         for h in (heads[0], heads[1], heads[1], heads[0])
     )
-    leaves = [x.requires_grad_() for x in (q, k, v)]
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-    truth = dense_attention(q, k, v, [(a, b, a, b) for a, b in pairwise(starts)])
+    truth = dense_attention(*leaves, [(a, b, a, b) for a, b in pairwise(starts)])
     expected = torch.autograd.grad(truth, leaves, g)
-    out = torch.full_like(truth, float("nan"))
+    out, dq, dk, dv = (
+        torch.full_like(truth, float("nan")),
+        torch.zeros_like(q),
+        torch.zeros_like(k),
+        torch.zeros_like(v),
+    )
     for rank in range(cp):
         index = torch.from_numpy(plan.token_index(rank))
-        out = out.index_copy(0, index, sdpa(q[index], k, v, [tuple(s) for s in plan.segments(rank).tolist()]))
-    torch.testing.assert_close(out, truth, rtol=1e-10, atol=1e-10)
+        o, gradients = run_kernel(SDPA, q[index], k, v, g[index], [tuple(s) for s in plan.segments(rank).tolist()])
+        out[index], dq[index] = o, gradients[0]
+        dk, dv = dk + gradients[1], dv + gradients[2]
+    torch.testing.assert_close(out, truth.detach(), rtol=1e-10, atol=1e-10)
     assert (out[sum(lengths) :] == 0).all()
-    for got, want in zip(torch.autograd.grad(out, leaves, g), expected):
+    for got, want in zip((dq, dk, dv), expected):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "plain", "varlen", "flash"])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+def test_kernels_agree(name, heads, monkeypatch):
+    """One suite for all kernels: chunks, overlapping key ranges, one-token documents, unused rows."""
+    device, dtype, tolerance = "cpu", torch.float32, 1e-5
+    if name == "plain":  # what sdpa does on devices other than CPUs
+        monkeypatch.setattr(attention, "_cpu_part", attention._plain_part)
+        monkeypatch.setattr(attention, "_cpu_part_backward", attention._plain_part_backward)
+        monkeypatch.setattr(attention, "_ROWS", 16)
+    elif name != "sdpa":
+        if not torch.cuda.is_available():
+            pytest.skip(f"{name} needs a CUDA device")
+        if name == "flash":
+            pytest.importorskip("flash_attn")
+        device, dtype, tolerance = "cuda", torch.bfloat16, 2e-2
+    kernel = {"sdpa": SDPA, "plain": SDPA, "varlen": attention.VARLEN, "flash": attention.FLASH}[name]
+    torch.manual_seed(0)
+    q, k, v, g = (
+        torch.randn(n, h, 16).to(dtype) for n, h in ((90, heads[0]), (120, heads[1]), (120, heads[1]), (90, heads[0]))
+    )
+    segments = [(0, 40, 0, 40), (40, 41, 40, 41), (41, 60, 41, 100), (60, 80, 41, 120)]
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    truth = dense_attention(*leaves, segments)
+    expected = torch.autograd.grad(truth, leaves, g.double())
+    out, gradients = run_kernel(kernel, *(x.to(device) for x in (q, k, v, g)), segments)
+    for got, want in zip((out, *gradients), (truth, *expected)):
+        assert ((got.cpu().double() - want).norm() / want.norm()).item() < tolerance
 
 
 def test_attention_memory_is_linear():
     """The kernel never allocates anything of the size of a mask."""
     peak = {}
     for t in (1024, 4096):
-        q, k = torch.randn(t, 2, 16, requires_grad=True), torch.randn(t, 1, 16, requires_grad=True)
+        q, k = torch.randn(t, 2, 16), torch.randn(t, 1, 16)
         with torch.profiler.profile(profile_memory=True) as profile:
-            sdpa(q, k, k, [(0, t // 2, 0, t // 2), (t // 2, t, 0, t)]).sum().backward()
-        peak[t] = max(e.self_device_memory_usage + max(0, e.self_cpu_memory_usage) for e in profile.events())
-    assert peak[4096] < 8 * peak[1024] and peak[4096] < 4096 * 4096
+            run_kernel(SDPA, q, k, k, q, [(0, t // 2, 0, t // 2), (t // 2, t, 0, t)])
+        peak[t] = max(max(0, e.self_cpu_memory_usage) for e in profile.events())
+    assert 0 < peak[4096] < 8 * peak[1024] and peak[4096] < 4096 * 4096
 
 
 def test_kernel_choice():
-    assert select_attention("cpu", torch.bfloat16)[0] == "sdpa"
-    assert select_attention("cuda", torch.bfloat16) == ("varlen", varlen)
-    assert select_attention("cuda", torch.float32)[0] == "sdpa"
+    assert select_kernel("cpu", torch.bfloat16) is SDPA
+    assert select_kernel("cuda", torch.bfloat16) is attention.VARLEN
+    assert select_kernel("cuda", torch.float32) is SDPA
+    with pytest.raises(ConfigError, match="--model.attention varlen needs CUDA and bf16 or fp16, not cpu"):
+        select_kernel("cpu", torch.float32, "varlen")
 
 
 @pytest.mark.parametrize("chunk", [3, 7, 100])

@@ -5,12 +5,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_wlb.context_parallel.selection import attention_cost, choose_plan
-from torchtitan_wlb.context_parallel.shard_plan import BUILDERS, per_document, per_sequence, whole
-from torchtitan_wlb.data.micro_batch import padded_length
+from torchtitan_wlb.context_parallel.exchange import plan_exchange
+from torchtitan_wlb.context_parallel.kernel_cost import KernelCost, analytic_kernel_cost, measured_kernel_cost
+from torchtitan_wlb.context_parallel.load_balancer import PlanLoadBalancer
+from torchtitan_wlb.context_parallel.selection import KINDS, attention_seconds, build_plan, choose_plan, latency
+from torchtitan_wlb.context_parallel.shard_plan import per_document, per_sequence, whole
+from torchtitan_wlb.data.micro_batch import attention_meta, padded_length
+from torchtitan_wlb.packing.cost_model import DEVICES
 
+FLAT = KernelCost(1.0, 1, (1.0,), (1.0,), ((1.0,),))
+H100 = analytic_kernel_cost(DEVICES["h100"], 4 * 128 * 32 * 3.5, 2 * 2 * 4096)
 lengths_and_cp = st.tuples(
-    st.lists(st.one_of(st.integers(1, 40), st.integers(1, 5000)), min_size=0, max_size=40), st.sampled_from([2, 4, 8])
+    st.lists(st.one_of(st.integers(1, 40), st.integers(1, 5000)), min_size=0, max_size=40),
+    st.sampled_from([2, 4, 8, 16]),
 )
 
 
@@ -44,12 +51,12 @@ def test_left_over_tokens_make_longer_chunks_not_single_tokens():
 def test_every_token_has_one_owner_and_every_rank_equal_tokens(case, multiple):
     lengths, cp = case
     total = padded_length(sum(lengths), cp, 1, multiple)
-    for build in BUILDERS.values():
-        plan = build(lengths, total, cp)
+    for kind, kernel in [*((k, FLAT) for k in KINDS), ("hybrid", H100)]:
+        plan = build_plan(kind, lengths, total, cp, kernel)
         owned = np.concatenate([plan.token_index(r) for r in range(cp)])
         assert sorted(owned.tolist()) == list(range(total))
         assert {len(plan.token_index(r)) for r in range(cp)} == {total // cp}
-        assert np.array_equal(owned[plan.gathered_index()], np.arange(total))
+        assert sorted(PlanLoadBalancer(plan)._generate_indices(restore=True)[0].tolist()) == list(range(total))
         # A brute-force count of what each query sees.
         document = np.repeat(np.arange(len(lengths) + 1), [*lengths, total - sum(lengths)])
         position = np.concatenate([np.arange(d) for d in [*lengths, total - sum(lengths)]])
@@ -94,18 +101,93 @@ def test_per_document_on_long_tailed_lengths():
     assert max(worst.values()) < 1.001, worst
 
 
-def test_adaptive_takes_the_smaller_predicted_maximum():
-    for lengths in ([16384], [100] * 160, [8192, *[64] * 128]):
+def test_adaptive_takes_the_smallest_predicted_latency():
+    for lengths in ([16384], [100] * 160, [8192, *[64] * 128], [4000, 300, 300, 300]):
         total = padded_length(sum(lengths), 4, 1, 64)
-        costs = {name: attention_cost(build(lengths, total, 4), 128).max() for name, build in BUILDERS.items()}
-        chosen = choose_plan(lengths, total, 4, "adaptive", 128)
-        assert costs[chosen.kind] == min(costs.values())
-    # Many short documents: whole tiles make per-document cutting expensive; one document: both are balanced.
-    assert choose_plan([100] * 160, 16000, 4, "adaptive", 128).kind == "per_sequence"
+        seconds = {kind: latency(build_plan(kind, lengths, total, 4, H100), H100) for kind in KINDS}
+        assert seconds[choose_plan(lengths, total, 4, "adaptive", H100).kind] == min(seconds.values())
+    # Many short documents stay whole; one document must be cut by document or by sequence, which is the same.
+    plan = choose_plan([100] * 160, 16000, 4, "adaptive", H100)
+    assert plan.kind == "hybrid" and not plan.travels()
+
+
+def test_hybrid_cuts_only_the_long_documents():
+    lengths = [8192, *[512] * 16]
+    plan = build_plan("hybrid", lengths, 16384, 4, H100)
+    owners = [{r for r, c in enumerate(plan.chunks) if doc in c[:, 0]} for doc in range(len(lengths))]
+    assert len(owners[0]) == 4 and all(len(o) == 1 for o in owners[1:])
+    work = attention_seconds(plan, H100)
+    assert work.max() / work.mean() < 1.05
+
+
+@settings(max_examples=150, deadline=None)
+@given(lengths_and_cp, st.sampled_from(KINDS))
+def test_exchange_brings_every_key_that_is_needed_and_no_other(case, kind):
+    """All ranks simulated on packed token numbers: what each assembles is what its segments attend to."""
+    lengths, cp = case
+    total = padded_length(sum(lengths), cp, 1, 16)
+    plan = build_plan(kind, lengths, total, cp, H100)
+    shards = [plan.token_index(r) for r in range(cp)]
+    parts = [plan_exchange(plan, r) for r in range(cp)]
+    for rank, x in enumerate(parts):
+        chunks = [
+            np.split(shards[s][parts[s].send_index], np.cumsum(parts[s].send_splits)[:-1])[rank] for s in range(cp)
+        ]
+        assert [len(c) for c in chunks] == x.recv_splits.tolist() and x.recv_splits[rank] == x.send_splits[rank] == 0
+        remote = np.full(x.n_remote, -1)
+        remote[x.recv_position] = np.concatenate(chunks)
+        remote[x.own_position] = shards[rank][x.own_index]
+        assert (remote >= 0).all() and len(set(remote.tolist())) == len(remote)
+        wanted = {(s[0], s[1]): (s[2], s[3]) for s in plan.segments(rank).tolist()}
+        for keys, segments in ((shards[rank], x.local), (remote, x.remote)):
+            for q0, q1, k0, k1 in segments.tolist():
+                first, last = wanted.pop((q0, q1))
+                assert np.array_equal(keys[k0:k1], np.arange(first, last))
+        assert not wanted
+        needed = {t for _, _, a, b in plan.segments(rank).tolist() for t in range(a, b)} - set(shards[rank].tolist())
+        assert needed == set(np.concatenate(chunks).tolist())
+    assert plan.travels() == any(x.n_remote for x in parts)
+
+
+def test_whole_documents_do_not_travel():
+    plan = build_plan("hybrid", [512] * 32, 16384, 4, H100)
+    assert not plan.travels() and attention_meta(plan, 0).exchange is None
+    plan = build_plan("hybrid", [12000, *[500] * 8], 16384, 4, H100)
+    received = np.mean([plan_exchange(plan, r).recv_splits.sum() for r in range(4)])
+    assert received < 0.75 * 12000 and plan.travels()
+
+
+def test_kernel_cost():
+    assert FLAT.seconds(np.array([3]), np.array([5])).tolist() == [3 * 4]  # queries see 3, 4 and 5 keys
+    one, tile, two = H100.seconds(np.array([1, 128, 129]), np.array([4096, 4096, 4096]))
+    assert one == pytest.approx(tile, rel=0.02) and two > 1.9 * tile
+    rows = [
+        {"q": q, "k": k, "forward_ms": q * k * 1e-3, "backward_ms": 0.0} for q, k in ((64, 64), (64, 256), (256, 256))
+    ]
+    measured = measured_kernel_cost(rows, 1.0, 0.0, 0.0)
+    for r in rows:
+        assert measured.seconds(np.array([r["q"]]), np.array([r["k"]]))[0] == pytest.approx(r["forward_ms"] * 1e-3)
+    between = measured.seconds(np.array([128]), np.array([256]))[0]
+    assert 64 * 256e-6 < between < 256 * 256e-6
+
+
+def test_planning_is_fast():
+    import time
+
+    rng = np.random.default_rng(0)
+    for n, limit in ((64, 0.025), (2000, 0.3)):  # measured 3 and 40 ms; the limits leave room for a busy machine
+        lengths = np.minimum(rng.lognormal(7, 1.2, n), 60_000).astype(int).tolist()
+        total = padded_length(sum(lengths), 16, 1, 64)
+        seconds = []
+        for _ in range(5):
+            began = time.perf_counter()
+            attention_meta(choose_plan(lengths, total, 16, "adaptive", H100), 3)
+            seconds.append(time.perf_counter() - began)
+        assert min(seconds) < limit, seconds
 
 
 def test_one_rank_keeps_everything_in_order():
-    plan = choose_plan([3, 5], 16, 1, "adaptive", 1)
+    plan = choose_plan([3, 5], 16, 1, "adaptive", FLAT)
     assert plan.kind == "whole" and plan.token_index(0).tolist() == list(range(16))
     assert plan.segments(0).tolist() == [[0, 3, 0, 3], [3, 8, 3, 8]]
     assert whole([], 16).segments(0).tolist() == []

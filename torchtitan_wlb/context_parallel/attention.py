@@ -1,39 +1,87 @@
-"""Attention of a context-parallel rank: gather K/V, attend, scatter the gradients back (all-gather CP, WLB-LLM §5).
+"""Attention of a context-parallel rank: exchange the K/V that must travel, attend, send their gradients back (WLB-LLM §5).
 
-q, k, v [1, T/CP, H/TP, D] ─► K and V in one all-gather ─► packed order [T, Hkv/TP, D] ─► segments ─► like q
-backward: dK, dV [T, Hkv/TP, D] ─► gathered order ─► one reduce-scatter ─► like k, v
+    q, k, v [T/CP, H/TP, D] local
+      1. start one all-to-all with the tokens of K and V that other ranks need (exchange.py says which)
+      2. local segments: queries and keys of this rank, while 1. is under way
+      3. remote segments: keys of documents that several ranks share, assembled from own and received tokens
+    backward: the same in reverse; gradients of received K/V travel back in one all-to-all.
+
+Saved for backward in tokens of K and V: the local shard (T/CP) and the remote keys, or with recompute_kv the local shard only: the
+exchange is then done again. (Keeping every rank's K and V would be 2 x T.)
 """
 
 import torch
 import torch.distributed as dist
 
-from torchtitan_wlb.data.micro_batch import AttentionMeta
-from torchtitan_wlb.models.attention import Attention
-from torchtitan_wlb.parallelisms.distributed import all_gather, reduce_scatter
+from torchtitan_wlb.data.micro_batch import AttentionMeta, ExchangeMeta
+from torchtitan_wlb.models.attention import Kernel
 
 
-class _GatherPacked(torch.autograd.Function):
-    """[2, T/CP, H, D] of this rank -> [2, T, H, D] of all ranks in packed order; the backward sums what every rank
-    contributes."""
+def _start(kv: torch.Tensor, x: ExchangeMeta, group):
+    """Begin the exchange of kv [T/CP, 2, H, D]; (received [tokens, 2, H, D], work)."""
+    sent = kv.index_select(0, x.send_index)
+    received = kv.new_empty(len(x.recv_position), *kv.shape[1:])
+    work = dist.all_to_all_single(received, sent, x.recv_splits, x.send_splits, group=group, async_op=True)
+    return received, sent, work
+
+
+def _assemble(kv: torch.Tensor, received: torch.Tensor, x: ExchangeMeta) -> torch.Tensor:
+    """Remote keys and values [R, 2, H, D]."""
+    remote = kv.new_empty(x.n_remote, *kv.shape[1:])
+    remote[x.own_position] = kv[x.own_index]
+    remote[x.recv_position] = received
+    return remote
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, meta: AttentionMeta, kernel: Kernel, group, recompute_kv: bool):
+        ctx.meta, ctx.kernel, ctx.group = meta, kernel, group
+        x = meta.exchange
+        if x is None:
+            out, lse = kernel.forward(q, k, v, meta.segments)
+            _zero_padding(out, meta)
+            ctx.save_for_backward(q, k, v, out, lse, None)
+            return out
+        kv = torch.stack([k, v], dim=1)
+        received, _sent, work = _start(kv, x, group)
+        out, lse = kernel.forward(q, k, v, meta.segments)
+        work.wait()
+        remote = _assemble(kv, received, x)
+        o, l = kernel.forward(q, *remote.unbind(1), x.segments)
+        for q0, q1, _, _ in x.segments:
+            out[q0:q1], lse[:, q0:q1] = o[q0:q1], l[:, q0:q1]
+        _zero_padding(out, meta)
+        ctx.save_for_backward(q, k, v, out, lse, None if recompute_kv else remote)
+        return out
 
     @staticmethod
-    def forward(ctx, kv, index, group):
-        ctx.index, ctx.group = index, group
-        cp = dist.get_world_size(group)
-        gathered = kv.new_empty(cp * 2, *kv.shape[1:])
-        all_gather(gathered, kv.contiguous(), group=group)
-        # [CP, 2, T/CP, ...] -> [2, CP x T/CP, ...] -> packed order
-        return gathered.unflatten(0, (cp, 2)).transpose(0, 1).flatten(1, 2).index_select(1, index)
+    def backward(ctx, d_out):
+        q, k, v, out, lse, remote = ctx.saved_tensors
+        meta, kernel, group, x = ctx.meta, ctx.kernel, ctx.group, ctx.meta.exchange
+        if x is None:
+            return *kernel.backward(d_out, q, k, v, out, lse, meta.segments), None, None, None, None
+        again = None
+        if remote is None:
+            kv = torch.stack([k, v], dim=1)
+            again = _start(kv, x, group)
+        dq, dk, dv = kernel.backward(d_out, q, k, v, out, lse, meta.segments)
+        if again is not None:
+            again[2].wait()
+            remote = _assemble(kv, again[0], x)
+        gq, *g_remote = kernel.backward(d_out, q, *remote.unbind(1), out, lse, x.segments)
+        g_remote = torch.stack(g_remote, dim=1)
+        back = g_remote.new_empty(len(x.send_index), *g_remote.shape[1:])
+        dist.all_to_all_single(back, g_remote[x.recv_position], x.send_splits, x.recv_splits, group=group)
+        g_local = torch.stack([dk, dv], dim=1)
+        g_local.index_add_(0, x.own_index, g_remote[x.own_position])
+        g_local.index_add_(0, x.send_index, back)
+        return dq + gq, *g_local.unbind(1), None, None, None, None
 
-    @staticmethod
-    def backward(ctx, grad):
-        cp = dist.get_world_size(ctx.group)
-        by_rank = torch.empty_like(grad)
-        by_rank[:, ctx.index] = grad  # the index is a permutation
-        by_rank = by_rank.unflatten(1, (cp, -1)).transpose(0, 1).flatten(0, 1).contiguous()
-        mine = torch.empty_like(by_rank[:2])
-        reduce_scatter(mine, by_rank, group=ctx.group)
-        return mine, None, None
+
+def _zero_padding(out: torch.Tensor, meta: AttentionMeta) -> None:
+    """The padding tail of a shard is its end."""
+    out[out.shape[0] - meta.n_padding :] = 0
 
 
 def context_parallel_attention(
@@ -41,21 +89,20 @@ def context_parallel_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     meta: AttentionMeta,
-    kernel: Attention,
+    kernel: Kernel,
     group: dist.ProcessGroup | None,
+    recompute_kv: bool = False,
 ) -> torch.Tensor:
     """Causal attention inside documents over the shards of all context-parallel ranks.
 
     Args:
         q: [1, T/CP, Hq/TP, D]. k, v: [1, T/CP, Hkv/TP, D].
-        meta: segments of this rank and the packed order.
+        meta: segments and exchange of this rank.
         kernel: see models/attention.py.
         group: context-parallel ranks, None for one.
+        recompute_kv: exchange again in backward instead of keeping the remote keys.
 
     Returns:
         [1, T/CP, Hq/TP, D]; zero on padding.
     """
-    kv = torch.cat([k, v])
-    if group is not None:
-        kv = _GatherPacked.apply(kv, meta.gathered_index, group)
-    return kernel(q[0], kv[0], kv[1], meta.segments)[None]
+    return _Attention.apply(q[0], k[0], v[0], meta, kernel, group, recompute_kv)[None]

@@ -1,4 +1,4 @@
-"""Which shard plan a micro-batch gets: the one whose slowest rank is predicted fastest (WLB-LLM §5.3). No torch.
+"""Which shard plan a micro-batch gets: the one whose slowest rank is predicted fastest (WLB-LLM §5.3, over three kinds). No torch.
 
 The choice is a pure function of lengths, so all ranks agree without talking; it may differ between micro-batches and
 never feeds back into packing.
@@ -6,33 +6,49 @@ never feeds back into packing.
 
 import numpy as np
 
-from torchtitan_wlb.context_parallel.shard_plan import BUILDERS, ShardPlan, whole
+from torchtitan_wlb.context_parallel.exchange import plan_exchange
+from torchtitan_wlb.context_parallel.hybrid import hybrid
+from torchtitan_wlb.context_parallel.kernel_cost import KernelCost
+from torchtitan_wlb.context_parallel.shard_plan import ShardPlan, per_document, per_sequence, whole
+
+KINDS = ("per_sequence", "per_document", "hybrid")
 
 
-def attention_cost(plan: ShardPlan, tile: int) -> np.ndarray:
-    """Predicted attention work of every rank in (query, key) pairs, queries padded to the tile, [CP]."""
-    out = []
-    for rank in range(plan.cp):
-        s = plan.segments(rank)
-        q, k = s[:, 1] - s[:, 0], s[:, 3] - s[:, 2]
-        padded = -(-q // tile) * tile
-        # Queries of a chunk see k - q .. k keys: on average k - q / 2. Padded rows are computed like the others.
-        out.append((padded * (k - (q - 1) / 2)).sum())
-    return np.array(out)
+def build_plan(kind: str, lengths: list[int], n_tokens: int, cp: int, kernel: KernelCost) -> ShardPlan:
+    """The shard plan of a kind; see its builder."""
+    if kind == "hybrid":
+        return hybrid(lengths, n_tokens, cp, kernel)
+    return (per_document if kind == "per_document" else per_sequence)(lengths, n_tokens, cp)
 
 
-def choose_plan(lengths: list[int], n_tokens: int, cp: int, sharding: str, tile: int) -> ShardPlan:
+def attention_seconds(plan: ShardPlan, kernel: KernelCost) -> np.ndarray:
+    """Predicted seconds of one attention layer on every rank, without the exchange, [CP]."""
+    segments = [plan.segments(rank) for rank in range(plan.cp)]
+    every = np.concatenate(segments)
+    owner = np.repeat(np.arange(plan.cp), [len(s) for s in segments])
+    return np.bincount(owner, kernel.seconds(every[:, 1] - every[:, 0], every[:, 3] - every[:, 2]), plan.cp)
+
+
+def latency(plan: ShardPlan, kernel: KernelCost) -> float:
+    """Predicted seconds of the slowest rank: its attention and its K/V exchange, forward and backward."""
+    received = (
+        np.array([plan_exchange(plan, r).recv_splits.sum() for r in range(plan.cp)]) if kernel.token_seconds else 0.0
+    )
+    return float((attention_seconds(plan, kernel) + received * kernel.token_seconds).max()) + kernel.latency
+
+
+def choose_plan(lengths: list[int], n_tokens: int, cp: int, sharding: str, kernel: KernelCost) -> ShardPlan:
     """Build the shard plan of a micro-batch.
 
     Args:
         lengths: tokens of the documents.
         n_tokens: T, a multiple of 2 CP.
-        sharding: a builder's name, or "adaptive" for the smallest predicted maximum over ranks (ties: per_document).
-        tile: queries of a kernel tile; a shorter chunk costs a whole one (WLB-LLM §5.2).
+        sharding: a kind, or "adaptive" for the smallest predicted latency over the three (ties: the later in KINDS).
+        kernel: predicted cost of chunks.
     """
     if cp == 1:
         return whole(lengths, n_tokens)
     if sharding != "adaptive":
-        return BUILDERS[sharding](lengths, n_tokens, cp)
-    plans = [build(lengths, n_tokens, cp) for build in (BUILDERS["per_document"], BUILDERS["per_sequence"])]
-    return min(plans, key=lambda plan: attention_cost(plan, tile).max())
+        return build_plan(sharding, lengths, n_tokens, cp, kernel)
+    plans = [build_plan(kind, lengths, n_tokens, cp, kernel) for kind in reversed(KINDS)]
+    return min(plans, key=lambda plan: latency(plan, kernel))

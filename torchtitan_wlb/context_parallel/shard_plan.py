@@ -50,14 +50,7 @@ class ShardPlan:
     def token_index(self, rank: int) -> np.ndarray:
         """Packed positions of a rank's tokens in local order, [T/CP]."""
         c = self.chunks[rank]
-        return _ranges(self.offsets[c[:, 0]] + c[:, 1], c[:, 2] - c[:, 1])
-
-    def gathered_index(self) -> np.ndarray:
-        """Where packed token t stands after the shards of all ranks are laid one behind the other, [T]."""
-        packed = np.concatenate([self.token_index(r) for r in range(self.cp)])
-        index = np.empty(self.n_tokens, dtype=np.int64)
-        index[packed] = np.arange(self.n_tokens)
-        return index
+        return ranges(self.offsets[c[:, 0]] + c[:, 1], c[:, 2] - c[:, 1])
 
     def segments(self, rank: int) -> np.ndarray:
         """Attention of a rank: [n, 4] of (q_start, q_stop) in local order, (k_start, k_stop) in packed order. The last
@@ -68,6 +61,10 @@ class ShardPlan:
         first = self.offsets[c[:, 0]]
         return np.column_stack([q_start, q_stop, first, first + c[:, 2]])[c[:, 0] < len(self.lengths)]
 
+    def travels(self) -> bool:
+        """Whether some chunk needs keys of another rank: one that does not begin its document."""
+        return any((c[c[:, 0] < len(self.lengths), 1] > 0).any() for c in self.chunks)
+
     def attended_pairs(self) -> np.ndarray:
         """Attended pairs of every rank, [CP]."""
         out = []
@@ -77,13 +74,13 @@ class ShardPlan:
         return np.array(out, dtype=np.int64)
 
 
-def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Concatenation of arange(start, start + length)."""
     ends = np.cumsum(lengths)
-    return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)
+    return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0, dtype=np.int64)
 
 
-def _merge(chunks: list[tuple[int, int, int]]) -> np.ndarray:
+def merge_chunks(chunks: list[tuple[int, int, int]]) -> np.ndarray:
     """Chunks as an array, empty ones left out and neighbours of one document joined."""
     out: list[list[int]] = []
     for doc, start, stop in chunks:
@@ -118,7 +115,7 @@ def per_sequence(lengths: list[int], n_tokens: int, cp: int) -> ShardPlan:
                     break
                 start, stop = max(a, offsets[doc]), min(b, offsets[doc + 1])
                 mine.append((doc, int(start - offsets[doc]), int(stop - offsets[doc])))
-        chunks.append(_merge(mine))
+        chunks.append(merge_chunks(mine))
     return ShardPlan("per_sequence", tuple(lengths), n_tokens, tuple(chunks))
 
 
@@ -165,7 +162,7 @@ def per_document(lengths: list[int], n_tokens: int, cp: int) -> ShardPlan:
     for rank in range(cp):
         own = sorted(mine[rank])  # packed order: neighbours of one document join, and reads run forward
         fill = n_tokens // cp - sum(stop - start for _, start, stop in own)
-        chunks.append(_merge([*own, (len(lengths), padding, padding + fill)]))
+        chunks.append(merge_chunks([*own, (len(lengths), padding, padding + fill)]))
         padding += fill
     assert padding == n_tokens - sum(lengths)
     return ShardPlan("per_document", tuple(lengths), n_tokens, tuple(chunks))
@@ -174,7 +171,4 @@ def per_document(lengths: list[int], n_tokens: int, cp: int) -> ShardPlan:
 def whole(lengths: list[int], n_tokens: int) -> ShardPlan:
     """The plan of one rank: everything in packed order."""
     sizes = [*lengths, n_tokens - sum(lengths)]
-    return ShardPlan("whole", tuple(lengths), n_tokens, (_merge([(i, 0, d) for i, d in enumerate(sizes)]),))
-
-
-BUILDERS = {"per_sequence": per_sequence, "per_document": per_document}
+    return ShardPlan("whole", tuple(lengths), n_tokens, (merge_chunks([(i, 0, d) for i, d in enumerate(sizes)]),))

@@ -84,9 +84,9 @@ class StepDataset(IterableDataset):
         slowest = average = 0.0
         for mb in micro_batches:
             kinds[mb.attention.kind] = kinds.get(mb.attention.kind, 0) + 1
-            # Costs are those of the average rank; attention of the slowest one is longer by its pairs.
+            # Costs are those of the average rank; attention of the slowest one takes longer.
             attention, linear = float(s.cost.attention(np.array(mb.lengths)).sum()), s.cost.token_cost * mb.n_tokens
-            slowest += attention * mb.cp_pairs[0] / max(1.0, mb.cp_pairs[1]) + linear
+            slowest += attention * mb.cp_attention[0] / mb.cp_attention[1] + linear
             average += attention + linear
         return StepBatch(
             micro_batches=micro_batches,

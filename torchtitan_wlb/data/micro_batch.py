@@ -4,12 +4,14 @@ T: padded tokens of the micro-batch. D: documents. Tensors are [1, T/CP] in the 
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from torchtitan_wlb.context_parallel.selection import choose_plan
+from torchtitan_wlb.context_parallel.exchange import plan_exchange
+from torchtitan_wlb.context_parallel.kernel_cost import KernelCost
+from torchtitan_wlb.context_parallel.selection import attention_seconds, choose_plan
 from torchtitan_wlb.context_parallel.shard_plan import ShardPlan
 from torchtitan_wlb.data.documents import Documents
 from torchtitan_wlb.packing.spans import ID, START, STOP
@@ -19,22 +21,71 @@ IGNORE_INDEX = -100
 
 
 @dataclass
-class AttentionMeta:
-    """Who attends to what on this rank; plain ints, apart from one index tensor.
+class ExchangeMeta:
+    """K/V exchange of this rank as tensors; context_parallel/exchange.py says what each is.
 
     Attributes:
-        segments: (q_start, q_stop, k_start, k_stop), queries in local order, keys in packed order.
-        gathered_index: [T] int64, where packed token t stands in the K/V gathered from all ranks; None without CP.
+        segments: (q_start, q_stop, k_start, k_stop) with keys among the n_remote remote keys.
+        send_index, recv_position, own_index, own_position: int64.
+        send_splits, recv_splits: tokens to and from every context-parallel rank.
+    """
+
+    segments: list[tuple[int, int, int, int]]
+    n_remote: int
+    send_index: torch.Tensor
+    recv_position: torch.Tensor
+    own_index: torch.Tensor
+    own_position: torch.Tensor
+    send_splits: list[int]
+    recv_splits: list[int]
+
+    def to(self, device) -> "ExchangeMeta":
+        names = ("send_index", "recv_position", "own_index", "own_position")
+        return replace(self, **{k: getattr(self, k).to(device, non_blocking=True) for k in names})
+
+
+@dataclass
+class AttentionMeta:
+    """Who attends to what on this rank.
+
+    Attributes:
+        segments: (q_start, q_stop, k_start, k_stop) with keys in the local shard.
+        n_padding: tokens of padding at the end of the shard.
+        exchange: what travels between context-parallel ranks; None if nothing does, on any of them.
         kind: shard plan it came from.
     """
 
     segments: list[tuple[int, int, int, int]]
-    gathered_index: torch.Tensor | None = None
+    n_padding: int = 0
+    exchange: ExchangeMeta | None = None
     kind: str = "whole"
 
     def to(self, device) -> "AttentionMeta":
-        index = self.gathered_index
-        return self if index is None else replace(self, gathered_index=index.to(device, non_blocking=True))
+        return self if self.exchange is None else replace(self, exchange=self.exchange.to(device))
+
+
+def attention_meta(plan: ShardPlan, rank: int) -> AttentionMeta:
+    """Metadata of a context-parallel rank for a shard plan."""
+
+    def rows(segments: np.ndarray) -> list[tuple[int, int, int, int]]:
+        return [tuple(s) for s in segments.tolist()]
+
+    padding = plan.chunks[rank][plan.chunks[rank][:, 0] == len(plan.lengths)]
+    n_padding = int((padding[:, 2] - padding[:, 1]).sum())
+    if not plan.travels():
+        return AttentionMeta(rows(plan_exchange(plan, rank).local), n_padding, None, plan.kind)
+    x = plan_exchange(plan, rank)
+    exchange = ExchangeMeta(
+        segments=rows(x.remote),
+        n_remote=x.n_remote,
+        send_index=torch.from_numpy(x.send_index),
+        recv_position=torch.from_numpy(x.recv_position),
+        own_index=torch.from_numpy(x.own_index),
+        own_position=torch.from_numpy(x.own_position),
+        send_splits=x.send_splits.tolist(),
+        recv_splits=x.recv_splits.tolist(),
+    )
+    return AttentionMeta(rows(x.local), n_padding, exchange, plan.kind)
 
 
 @dataclass
@@ -47,16 +98,16 @@ class MicroBatch:
         attention: see AttentionMeta.
         lengths: tokens of the documents, in packed order.
         n_tokens: T.
-        cp_pairs: (largest, mean) attended pairs over context-parallel ranks.
+        cp_attention: predicted attention of the (slowest, average) context-parallel rank, any unit.
     """
 
     tokens: torch.Tensor
     labels: torch.Tensor
     positions: torch.Tensor
     attention: AttentionMeta
-    lengths: list[int] = field(default_factory=list)
-    n_tokens: int = 0
-    cp_pairs: tuple[float, float] = (0.0, 0.0)
+    lengths: list[int]
+    n_tokens: int
+    cp_attention: tuple[float, float] = (1.0, 1.0)
 
     def to(self, device) -> "MicroBatch":
         moved = {k: getattr(self, k).to(device, non_blocking=True) for k in ("tokens", "labels", "positions")}
@@ -87,19 +138,13 @@ def pack_documents(tokens: list[np.ndarray], labels: list[np.ndarray], plan: Sha
     packed_labels = np.concatenate([*labels, np.full(padding, IGNORE_INDEX)]).astype(np.int64)
     positions = np.concatenate([*(np.arange(d) for d in plan.lengths), np.zeros(padding, np.int64)]).astype(np.int64)
     index = plan.token_index(cp_rank)
-    per_rank = plan.attended_pairs()
     return MicroBatch(
         tokens=torch.from_numpy(packed_tokens[index])[None],
         labels=torch.from_numpy(packed_labels[index])[None],
         positions=torch.from_numpy(positions[index])[None],
-        attention=AttentionMeta(
-            segments=[tuple(s) for s in plan.segments(cp_rank).tolist()],
-            gathered_index=torch.from_numpy(plan.gathered_index()) if plan.cp > 1 else None,
-            kind=plan.kind,
-        ),
+        attention=attention_meta(plan, cp_rank),
         lengths=list(plan.lengths),
         n_tokens=total,
-        cp_pairs=(float(per_rank.max()), float(per_rank.mean())),
     )
 
 
@@ -114,7 +159,7 @@ class Layout:
     tp: int
     tp_rank: int
     sharding: str
-    tile: int
+    kernel_cost: KernelCost
 
     @property
     def counts_loss(self) -> bool:
@@ -132,8 +177,12 @@ def build_micro_batch(
     """
     lengths = span_lengths(spans).tolist()
     n_tokens = padded_length(max(at_least, sum(lengths)), layout.cp, layout.tp, multiple)
-    plan = choose_plan(lengths, n_tokens, layout.cp, layout.sharding, layout.tile)
+    plan = choose_plan(lengths, n_tokens, layout.cp, layout.sharding, layout.kernel_cost)
     parts = spans[:, [ID, START, STOP]].tolist()
     tokens = [documents.tokens(*part) for part in parts]
     labels = [documents.labels(id, start, stop, IGNORE_INDEX) for id, start, stop in parts]
-    return pack_documents(tokens, labels, plan, layout.cp_rank)
+    mb = pack_documents(tokens, labels, plan, layout.cp_rank)
+    if plan.cp > 1 and lengths:
+        seconds = attention_seconds(plan, layout.kernel_cost)
+        mb.cp_attention = float(seconds.max()), float(seconds.mean())
+    return mb

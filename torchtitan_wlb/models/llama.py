@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 from torchtitan_wlb.context_parallel.attention import context_parallel_attention
 from torchtitan_wlb.data.micro_batch import AttentionMeta
 from torchtitan_wlb.loss import chunked_cross_entropy
-from torchtitan_wlb.models.attention import Attention, sdpa
+from torchtitan_wlb.models.attention import SDPA, Kernel
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def apply_rotary(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention. `kernel` and `cp_group` are set when the model is parallelised."""
+    """Grouped-query attention. `kernel`, `cp_group` and `recompute_kv` are set when the model is parallelised."""
 
     def __init__(self, args: ModelArgs):
         super().__init__()
@@ -119,8 +119,9 @@ class SelfAttention(nn.Module):
         self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
         self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
-        self.kernel: Attention = sdpa
+        self.kernel: Kernel = SDPA
         self.cp_group: dist.ProcessGroup | None = None
+        self.recompute_kv = False
 
     def forward(self, x: torch.Tensor, rope: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
         """x [1, T/CP, dim] -> [1, T/CP, dim]; the heads inside are local (H/TP)."""
@@ -132,7 +133,7 @@ class SelfAttention(nn.Module):
     @torch.compiler.disable
     def attend(self, q, k, v, meta: AttentionMeta) -> torch.Tensor:
         """Outside compiled regions: document lengths are plain ints here and would recompile for every micro-batch."""
-        return context_parallel_attention(q, k, v, meta, self.kernel, self.cp_group)
+        return context_parallel_attention(q, k, v, meta, self.kernel, self.cp_group, self.recompute_kv)
 
 
 class FeedForward(nn.Module):

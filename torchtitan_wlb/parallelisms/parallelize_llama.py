@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from torchtitan_wlb.models.attention import Attention
+from torchtitan_wlb.models.attention import Kernel
 from torchtitan_wlb.models.llama import Transformer
 from torchtitan_wlb.parallelisms.parallel_dims import ParallelDims
 
@@ -36,12 +36,13 @@ def parallelize_llama(
     dims: ParallelDims,
     cp_group: dist.ProcessGroup | None,
     *,
-    kernel: Attention,
+    kernel: Kernel,
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     ac_mode: str = "none",
     ac_every: int = 1,
     compile: bool = False,
+    recompute_kv: bool = False,
     reshard_after_forward: bool = True,
 ) -> None:
     """Apply all parallelisms to a stage on the meta device, in place.
@@ -51,6 +52,7 @@ def parallelize_llama(
         kernel: attention kernel (models/attention.py).
         param_dtype, reduce_dtype: of parameters and activations, and of the gradient reduction.
         ac_mode: none, selective (every ac_every-th block) or full.
+        recompute_kv: exchange K/V again in backward instead of keeping what was received.
         reshard_after_forward: free gathered parameters between forward and backward.
     """
     if dims.tp > 1:
@@ -58,6 +60,7 @@ def parallelize_llama(
     for block in model.layers.values():
         block.attention.kernel = kernel
         block.attention.cp_group = cp_group
+        block.attention.recompute_kv = recompute_kv
     if ac_mode != "none":
         apply_ac(model, 1 if ac_mode == "full" else ac_every)
     if compile:
