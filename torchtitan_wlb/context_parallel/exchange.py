@@ -39,21 +39,36 @@ class Exchange:
     n_remote: int
 
 
+def chunk_table(plan: ShardPlan) -> tuple[np.ndarray, np.ndarray]:
+    """(real chunks of all ranks [n, 5]: document, start, stop, owner, first local position; need [documents, CP]).
+
+    need[doc, r]: keys [0, need) of the document that its later chunks on rank r attend to.
+    """
+    table = np.concatenate(plan.chunks)
+    owner = np.repeat(np.arange(plan.cp), [len(c) for c in plan.chunks])
+    size = table[:, 2] - table[:, 1]
+    first = np.cumsum(size) - size - owner * (plan.n_tokens // plan.cp)
+    table = np.column_stack([table, owner, first])[table[:, 0] < len(plan.lengths)]
+    need = np.zeros((len(plan.lengths), plan.cp), dtype=np.int64)
+    later = table[table[:, 1] > 0]
+    np.maximum.at(need, (later[:, 0], later[:, 3]), later[:, 2])
+    return table, need
+
+
+def received_tokens(plan: ShardPlan) -> np.ndarray:
+    """Tokens that every rank receives, [CP]: what it needs and does not own."""
+    table, need = chunk_table(plan)
+    taken = np.maximum(0, np.minimum(table[:, 2:3], need[table[:, 0]]) - table[:, 1:2])
+    taken[np.arange(len(table)), table[:, 3]] = 0
+    return taken.sum(axis=0)
+
+
 def plan_exchange(plan: ShardPlan, rank: int) -> Exchange:
     """Index lists of a rank. All ranks number what they send and receive by (source, position in the source's shard)."""
-    cp, n_docs = plan.cp, len(plan.lengths)
-    table = np.concatenate([np.column_stack([c, np.full(len(c), r)]) for r, c in enumerate(plan.chunks)])
-    # First local position of every chunk, padding included, then drop the padding.
-    size = table[:, 2] - table[:, 1]
-    first = np.cumsum(size) - size
-    per_rank = plan.n_tokens // cp
-    first -= table[:, 3] * per_rank
-    real = table[:, 0] < n_docs
-    (doc, start, stop, owner), first = table[real].T, first[real]
-    # need[doc, r]: keys [0, need) that later chunks of the document on rank r attend to.
-    need = np.zeros((n_docs, cp), dtype=np.int64)
+    cp = plan.cp
+    table, need = chunk_table(plan)
+    doc, start, stop, owner, first = table.T
     later = start > 0
-    np.maximum.at(need, (doc[later], owner[later]), stop[later])
 
     mine = owner == rank
     segments = np.column_stack([first, first + stop - start, first, first + stop - start])[mine]

@@ -16,9 +16,10 @@ import heapq
 import numpy as np
 
 from torchtitan_wlb.context_parallel.kernel_cost import KernelCost
-from torchtitan_wlb.context_parallel.shard_plan import ShardPlan, merge_chunks
+from torchtitan_wlb.context_parallel.shard_plan import ShardPlan, assemble, pairs
 
 _GRAINS = (2.0, 1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05, 0.03, 0.0)
+_GOOD_ENOUGH = 0.002  # no finer cut is tried once its average rank alone would come so close to the best plan
 
 Chunk = tuple[int, int, int]
 
@@ -34,7 +35,7 @@ def hybrid(lengths: list[int], n_tokens: int, cp: int, kernel: KernelCost) -> Sh
     """
     degrees = [r for r in (2**i for i in range(10)) if r < cp and cp % r == 0] + [cp]
     d = np.asarray(lengths, dtype=np.int64)
-    cost = np.stack([_piece_cost(d, r, kernel) for r in degrees], axis=1) if len(d) else np.zeros((0, len(degrees)))
+    cost = np.stack([piece_cost(d, r, kernel) for r in degrees], axis=1) if len(d) else np.zeros((0, len(degrees)))
     total = float(cost[:, 0].sum())
     base = _base_cost(d, cost[:, 0])
     best: tuple[float, list[list[Chunk]]] | None = None
@@ -46,23 +47,20 @@ def hybrid(lengths: list[int], n_tokens: int, cp: int, kernel: KernelCost) -> Sh
         level = np.minimum(level, np.searchsorted(degrees, np.maximum(1, d // 2), side="right") - 1)
         key = level.tobytes()
         at_least = float((cost[np.arange(len(d)), level] * np.asarray(degrees)[level]).sum()) / cp
-        if key in tried or (best and at_least >= best[0]):
+        if key in tried or (best and at_least * (1 + _GOOD_ENOUGH) >= best[0]):
             continue
         tried.add(key)
-        chunks, work = _place(d, [degrees[i] for i in level.tolist()], cost, level, n_tokens, cp, base, kernel)
+        piece = cost[np.arange(len(d)), level]
+        chunks, work = _place(d, [degrees[i] for i in level.tolist()], piece, cost[:, 0], n_tokens, cp, base)
         if best is None or work < best[0]:
             best = (work, chunks)
     assert best is not None
-    padding, merged = 0, []
-    for own in best[1]:
-        own = sorted(own)
-        fill = n_tokens // cp - sum(stop - start for _, start, stop in own)
-        merged.append(merge_chunks([*own, (len(lengths), padding, padding + fill)]))
-        padding += fill
-    return ShardPlan("hybrid", tuple(lengths), n_tokens, tuple(merged))
+    chunks = np.array([c for own in best[1] for c in own], dtype=np.int64).reshape(-1, 3)
+    rank = np.repeat(np.arange(cp), [len(own) for own in best[1]])
+    return assemble("hybrid", lengths, n_tokens, cp, rank, chunks)
 
 
-def _piece_cost(d: np.ndarray, r: int, kernel: KernelCost) -> np.ndarray:
+def piece_cost(d: np.ndarray, r: int, kernel: KernelCost) -> np.ndarray:
     """Seconds of one of the r pieces of documents d: the first and the last of 2 r chunks (the whole document for r = 1)."""
     if r == 1:
         return kernel.seconds(d, d)
@@ -81,38 +79,47 @@ def _base_cost(d: np.ndarray, cost: np.ndarray) -> float:
 
 
 def _place(
-    d: np.ndarray,
-    degrees: list[int],
-    cost: np.ndarray,
-    level: np.ndarray,
-    n_tokens: int,
-    cp: int,
-    base: float,
-    kernel: KernelCost,
+    d: np.ndarray, degrees: list[int], piece: np.ndarray, whole_cost: np.ndarray, n_tokens: int, cp: int, base: float
 ) -> tuple[list[list[Chunk]], float]:
-    """(chunks of every rank, predicted work of the slowest one)."""
+    """(chunks of every rank, predicted work of the slowest one).
+
+    Args:
+        degrees, piece: ranks over which each document is cut, and the cost of one of its pieces.
+        whole_cost: of every document in one piece.
+    """
     mine: list[list[Chunk]] = [[] for _ in range(cp)]
     room = [n_tokens // cp] * cp
-    beyond = [0.0] * cp  # work beyond the base cost of the tokens
     work = [0.0] * cp
-    piece = cost[np.arange(len(d)), level]
-    # A piece of a document cut r ways holds d / r tokens.
-    order: list[int] = np.argsort(-(piece - base * d / np.maximum(1, degrees)) if len(d) else d).tolist()
+    # Ranks by their work beyond the base cost of the tokens they hold.
+    heap = [(0.0, rank) for rank in range(cp)]
+    order = np.argsort(base * d / np.maximum(1, degrees) - piece, kind="stable").tolist()
     late: list[int] = []
-    for doc in order:
-        r, length = degrees[doc], int(d[doc])
+    for doc, length, cost in zip(order, d[order].tolist(), piece[order].tolist()):
+        r = degrees[doc]
+        if r == 1:
+            taken = heap[0]
+            if room[taken[1]] >= length:
+                rank = taken[1]
+                mine[rank].append((doc, 0, length))
+                room[rank] -= length
+                work[rank] += cost
+                heapq.heapreplace(heap, (taken[0] + cost - base * length, rank))
+                continue
         bounds = [length * i // (2 * r) for i in range(2 * r + 1)]
         sizes = [bounds[i + 1] - bounds[i] + bounds[2 * r - i] - bounds[2 * r - 1 - i] for i in range(r)]
-        ranks = heapq.nsmallest(r, (i for i in range(cp) if room[i] >= max(sizes)), key=beyond.__getitem__)
-        if len(ranks) < r:
+        largest = max(sizes)
+        chosen = heapq.nsmallest(r, (x for x in heap if room[x[1]] >= largest))
+        if len(chosen) < r:
             late.append(doc)
             continue
-        for i, rank in enumerate(ranks):
+        for i, (beyond, rank) in enumerate(chosen):
             pair = [(doc, bounds[i], bounds[i + 1]), (doc, bounds[2 * r - 1 - i], bounds[2 * r - i])]
             mine[rank] += pair if r > 1 else [(doc, 0, length)]
             room[rank] -= sizes[i]
-            work[rank] += float(piece[doc])
-            beyond[rank] += float(piece[doc]) - base * sizes[i]
+            work[rank] += cost
+            heap.remove((beyond, rank))
+            heap.append((beyond + cost - base * sizes[i], rank))
+        heapq.heapify(heap)
     # No rank has room for these as they should be: fill up rank by rank, the one with most room first.
     for doc in late:
         start, length = 0, int(d[doc])
@@ -121,6 +128,7 @@ def _place(
             stop = min(length, start + room[rank])
             mine[rank].append((doc, start, stop))
             room[rank] -= stop - start
-            work[rank] += float(kernel.seconds(np.array([stop - start]), np.array([stop]))[0])
+            share = pairs(start, stop) / pairs(0, length)
+            work[rank] += float(whole_cost[doc]) * share
             start = stop
     return mine, max(work)

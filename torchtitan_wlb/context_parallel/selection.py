@@ -6,8 +6,8 @@ never feeds back into packing.
 
 import numpy as np
 
-from torchtitan_wlb.context_parallel.exchange import plan_exchange
-from torchtitan_wlb.context_parallel.hybrid import hybrid
+from torchtitan_wlb.context_parallel.exchange import chunk_table, received_tokens
+from torchtitan_wlb.context_parallel.hybrid import hybrid, piece_cost
 from torchtitan_wlb.context_parallel.kernel_cost import KernelCost
 from torchtitan_wlb.context_parallel.shard_plan import ShardPlan, per_document, per_sequence, whole
 
@@ -23,17 +23,13 @@ def build_plan(kind: str, lengths: list[int], n_tokens: int, cp: int, kernel: Ke
 
 def attention_seconds(plan: ShardPlan, kernel: KernelCost) -> np.ndarray:
     """Predicted seconds of one attention layer on every rank, without the exchange, [CP]."""
-    segments = [plan.segments(rank) for rank in range(plan.cp)]
-    every = np.concatenate(segments)
-    owner = np.repeat(np.arange(plan.cp), [len(s) for s in segments])
-    return np.bincount(owner, kernel.seconds(every[:, 1] - every[:, 0], every[:, 3] - every[:, 2]), plan.cp)
+    table, _ = chunk_table(plan)
+    return np.bincount(table[:, 3], kernel.seconds(table[:, 2] - table[:, 1], table[:, 2]), plan.cp)
 
 
 def latency(plan: ShardPlan, kernel: KernelCost) -> float:
     """Predicted seconds of the slowest rank: its attention and its K/V exchange, forward and backward."""
-    received = (
-        np.array([plan_exchange(plan, r).recv_splits.sum() for r in range(plan.cp)]) if kernel.token_seconds else 0.0
-    )
+    received = received_tokens(plan)
     return float((attention_seconds(plan, kernel) + received * kernel.token_seconds).max()) + kernel.latency
 
 
@@ -43,12 +39,18 @@ def choose_plan(lengths: list[int], n_tokens: int, cp: int, sharding: str, kerne
     Args:
         lengths: tokens of the documents.
         n_tokens: T, a multiple of 2 CP.
-        sharding: a kind, or "adaptive" for the smallest predicted latency over the three (ties: the later in KINDS).
+        sharding: a kind, or "adaptive" for the smallest predicted latency over the three (ties: the last of them).
         kernel: predicted cost of chunks.
     """
     if cp == 1:
         return whole(lengths, n_tokens)
     if sharding != "adaptive":
         return build_plan(sharding, lengths, n_tokens, cp, kernel)
-    plans = [build_plan(kind, lengths, n_tokens, cp, kernel) for kind in reversed(KINDS)]
-    return min(plans, key=lambda plan: latency(plan, kernel))
+    best = build_plan("hybrid", lengths, n_tokens, cp, kernel)
+    seconds = latency(best, kernel)
+    # Cutting every document costs every rank at least one piece of each; often that alone says no.
+    if lengths and piece_cost(np.asarray(lengths), cp, kernel).sum() < seconds:
+        plan = build_plan("per_document", lengths, n_tokens, cp, kernel)
+        best, seconds = min((best, seconds), (plan, latency(plan, kernel)), key=lambda x: x[1])
+    plan = build_plan("per_sequence", lengths, n_tokens, cp, kernel)
+    return min((best, seconds), (plan, latency(plan, kernel)), key=lambda x: x[1])[0]

@@ -80,17 +80,29 @@ def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0, dtype=np.int64)
 
 
-def merge_chunks(chunks: list[tuple[int, int, int]]) -> np.ndarray:
-    """Chunks as an array, empty ones left out and neighbours of one document joined."""
-    out: list[list[int]] = []
-    for doc, start, stop in chunks:
-        if start == stop:
-            continue
-        if out and out[-1][0] == doc and out[-1][2] == start:
-            out[-1][2] = stop
-        else:
-            out.append([doc, start, stop])
-    return np.array(out, dtype=np.int64).reshape(-1, 3)
+def assemble(kind: str, lengths: list[int], n_tokens: int, cp: int, rank: np.ndarray, chunks: np.ndarray) -> ShardPlan:
+    """A plan from unordered chunks of real documents: empty ones dropped, in packed order, neighbours of one document on one rank joined,
+    every rank filled up with padding.
+
+    Args:
+        rank: [n] owner of every chunk. chunks: [n, 3] (document, start, stop).
+    """
+    size = np.bincount(rank, chunks[:, 2] - chunks[:, 1], cp).astype(np.int64)
+    fill = n_tokens // cp - size
+    assert (fill >= 0).all() and fill.sum() == n_tokens - sum(lengths), "every rank holds T / CP tokens"
+    pad_stop = np.cumsum(fill)
+    padding = np.column_stack([np.full(cp, len(lengths)), pad_stop - fill, pad_stop])
+    rank, chunks = np.concatenate([rank, np.arange(cp)]), np.concatenate([chunks, padding])
+    filled = chunks[:, 2] > chunks[:, 1]
+    rank, chunks = rank[filled], chunks[filled]
+    order = np.lexsort((chunks[:, 1], chunks[:, 0], rank))
+    rank, chunks = rank[order], chunks[order]
+    joins = (rank[1:] == rank[:-1]) & (chunks[1:, 0] == chunks[:-1, 0]) & (chunks[1:, 1] == chunks[:-1, 2])
+    first, last = np.append(True, ~joins), np.append(~joins, True)
+    merged = chunks[first]
+    merged[:, 2] = chunks[last, 2]
+    per_rank = np.split(merged, np.searchsorted(rank[first], np.arange(1, cp)))
+    return ShardPlan(kind, tuple(lengths), n_tokens, tuple(per_rank))
 
 
 def per_sequence(lengths: list[int], n_tokens: int, cp: int) -> ShardPlan:
@@ -101,22 +113,17 @@ def per_sequence(lengths: list[int], n_tokens: int, cp: int) -> ShardPlan:
         n_tokens: T >= sum(lengths), a multiple of 2 CP.
         cp: context-parallel degree.
     """
-    sizes = [*lengths, n_tokens - sum(lengths)]
     piece = n_tokens // (2 * cp)
-    assert piece * 2 * cp == n_tokens and sizes[-1] >= 0
-    offsets = np.concatenate([[0], np.cumsum(sizes)])
-    chunks = []
-    for i in range(cp):
-        mine: list[tuple[int, int, int]] = []
-        for p in (i, 2 * cp - 1 - i):
-            a, b = p * piece, (p + 1) * piece
-            for doc in range(int(np.searchsorted(offsets, a, side="right")) - 1, len(sizes)):
-                if offsets[doc] >= b:
-                    break
-                start, stop = max(a, offsets[doc]), min(b, offsets[doc + 1])
-                mine.append((doc, int(start - offsets[doc]), int(stop - offsets[doc])))
-        chunks.append(merge_chunks(mine))
-    return ShardPlan("per_sequence", tuple(lengths), n_tokens, tuple(chunks))
+    assert piece * 2 * cp == n_tokens >= sum(lengths)
+    stop = np.cumsum(lengths, dtype=np.int64)
+    total = int(stop[-1]) if len(lengths) else 0
+    cuts = np.unique(np.concatenate([[0], stop, np.arange(0, total, piece)]))
+    first, last = cuts[:-1], cuts[1:]
+    document = np.searchsorted(stop, first, side="right")
+    begin = (stop - lengths)[document] if len(lengths) else first
+    p = first // piece
+    chunks = np.column_stack([document, first - begin, last - begin])
+    return assemble("per_sequence", lengths, n_tokens, cp, np.minimum(p, 2 * cp - 1 - p), chunks)
 
 
 def per_document(lengths: list[int], n_tokens: int, cp: int) -> ShardPlan:
@@ -143,32 +150,33 @@ def per_document(lengths: list[int], n_tokens: int, cp: int) -> ShardPlan:
         cp: context-parallel degree.
     """
     n = 2 * cp
-    extra, work = [0] * cp, [0] * cp
-    mine: list[list[tuple[int, int, int]]] = [[] for _ in range(cp)]
-    for doc in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        q, r = divmod(lengths[doc], n)
-        longer = r % cp
-        bounds = [0]
-        for c in range(n):
-            bounds.append(bounds[-1] + q + (c < cp if r >= cp else 0) + (c >= n - longer))
-        load = [pairs(bounds[k], bounds[k + 1]) + pairs(bounds[n - 1 - k], bounds[n - k]) for k in range(cp)]
-        by_extra = sorted(range(cp), key=lambda i: (extra[i], work[i]))
-        for ranks, slots in ((by_extra[:longer], range(longer)), (by_extra[longer:], range(longer, cp))):
-            for rank, k in zip(sorted(ranks, key=work.__getitem__), sorted(slots, key=load.__getitem__, reverse=True)):
-                mine[rank] += [(doc, bounds[k], bounds[k + 1]), (doc, bounds[n - 1 - k], bounds[n - k])]
-                work[rank] += load[k]
-                extra[rank] += k < longer
-    chunks, padding = [], 0
-    for rank in range(cp):
-        own = sorted(mine[rank])  # packed order: neighbours of one document join, and reads run forward
-        fill = n_tokens // cp - sum(stop - start for _, start, stop in own)
-        chunks.append(merge_chunks([*own, (len(lengths), padding, padding + fill)]))
-        padding += fill
-    assert padding == n_tokens - sum(lengths)
-    return ShardPlan("per_document", tuple(lengths), n_tokens, tuple(chunks))
+    d = np.asarray(lengths, dtype=np.int64)
+    q, left = np.divmod(d, n)
+    longer = left % cp
+    c = np.arange(n)
+    sizes = q[:, None] + ((c < cp) & (left >= cp)[:, None]) + (c >= n - longer[:, None])
+    bounds = np.concatenate([np.zeros((len(d), 1), dtype=np.int64), np.cumsum(sizes, axis=1)], axis=1)
+    work_of_chunk = pairs(bounds[:, :-1], bounds[:, 1:])
+    load = work_of_chunk[:, :cp] + work_of_chunk[:, : cp - 1 : -1]
+    # Slots by falling load, the longer ones before the others.
+    slots = np.lexsort((-load, np.arange(cp) >= longer[:, None]))
+    extra, work = np.zeros(cp, dtype=np.int64), np.zeros(cp, dtype=np.int64)
+    owner = np.empty((len(d), cp), dtype=np.int64)
+    for doc in np.argsort(-d, kind="stable").tolist():
+        by_extra = np.lexsort((work, extra)) if longer[doc] else work.argsort(kind="stable")
+        k = int(longer[doc])
+        takers, others = by_extra[:k], by_extra[k:]
+        ranks = np.concatenate([takers[work[takers].argsort()], others[work[others].argsort()]]) if k else others
+        owner[doc, slots[doc]] = ranks
+        work[ranks] += load[doc, slots[doc]]
+        extra[takers] += 1
+    document = np.repeat(np.arange(len(d)), n)
+    chunks = np.column_stack([document, bounds[:, :-1].ravel(), bounds[:, 1:].ravel()])
+    rank = np.concatenate([owner, owner[:, ::-1]], axis=1).ravel()
+    return assemble("per_document", lengths, n_tokens, cp, rank, chunks)
 
 
 def whole(lengths: list[int], n_tokens: int) -> ShardPlan:
     """The plan of one rank: everything in packed order."""
-    sizes = [*lengths, n_tokens - sum(lengths)]
-    return ShardPlan("whole", tuple(lengths), n_tokens, (merge_chunks([(i, 0, d) for i, d in enumerate(sizes)]),))
+    chunks = np.column_stack([np.arange(len(lengths)), np.zeros_like(lengths), np.asarray(lengths, dtype=np.int64)])
+    return assemble("whole", lengths, n_tokens, 1, np.zeros(len(lengths), dtype=np.int64), chunks.astype(np.int64))
