@@ -35,7 +35,8 @@ class Model:
     """`bytes` (every UTF-8 byte is a token), a tiktoken encoding name, or the path of a tiktoken rank file such as
     Llama-3's tokenizer.model."""
     attention: Literal["auto", "sdpa", "varlen", "flash"] = "auto"
-    """Attention kernel: sdpa (any device), varlen (ATen flash attention, CUDA), flash (the flash-attn package, CUDA)."""
+    """Attention kernel: sdpa (any device), varlen (ATen flash attention, CUDA), flash (the flash-attn package,
+    CUDA)."""
     add_bos: bool = True
     """Put a begin-of-text token in front of every document."""
     add_eos: bool = True
@@ -117,9 +118,9 @@ class Packing:
 @dataclass
 class ContextParallel:
     sharding: Literal["per_sequence", "per_document", "hybrid", "adaptive"] = "adaptive"
-    """How a micro-batch is cut over context-parallel ranks. per_sequence: the packed sequence into 2 CP pieces. per_document: every
-    document into 2 CP chunks. hybrid: long documents over as many ranks as they need, the others whole. adaptive: whichever of the
-    three is predicted fastest, for every micro-batch."""
+    """How a micro-batch is cut over context-parallel ranks. per_sequence: the packed sequence into 2 CP pieces.
+    per_document: every document into 2 CP chunks. hybrid: long documents over as many ranks as they need, the others
+    whole. adaptive: whichever of the three is predicted fastest, for every micro-batch."""
     recompute_kv: bool = False
     """Exchange keys and values again in backward instead of keeping those received: less memory, more traffic."""
 

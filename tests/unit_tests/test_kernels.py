@@ -124,7 +124,7 @@ def test_kernel_choice():
     assert select_kernel("cpu", torch.bfloat16) is SDPA
     assert select_kernel("cuda", torch.bfloat16) is attention.VARLEN
     assert select_kernel("cuda", torch.float32) is SDPA
-    with pytest.raises(ConfigError, match="--model.attention varlen needs CUDA and bf16 or fp16, not cpu"):
+    with pytest.raises(ConfigError, match=r"model\.attention varlen needs CUDA and bf16 or fp16, not cpu"):
         select_kernel("cpu", torch.float32, "varlen")
 
 

@@ -1,4 +1,4 @@
-"""Attention of a context-parallel rank: exchange the K/V that must travel, attend, send their gradients back (WLB-LLM §5).
+"""Attention of a context-parallel rank: exchange the K/V that must travel, attend, send their gradients back.
 
     q, k, v [T/CP, H/TP, D] local
       1. start one all-to-all with the tokens of K and V that other ranks need (exchange.py says which)
@@ -6,8 +6,8 @@
       3. remote segments: keys of documents that several ranks share, assembled from own and received tokens
     backward: the same in reverse; gradients of received K/V travel back in one all-to-all.
 
-Saved for backward in tokens of K and V: the local shard (T/CP) and the remote keys, or with recompute_kv the local shard only: the
-exchange is then done again. (Keeping every rank's K and V would be 2 x T.)
+Saved for backward in tokens of K and V: the local shard (T/CP) and the remote keys, or with recompute_kv the local
+shard only: the exchange is then done again. (Keeping every rank's K and V would be 2 x T.)
 """
 
 import torch

@@ -1,10 +1,11 @@
 """Which keys and values travel between context-parallel ranks for a shard plan. Arrays of ints, no torch.
 
-A chunk that begins its document needs no keys but its own: it is *local*. A later chunk [a, b) needs the keys [0, b) of the document: those of
-other ranks travel, once for all chunks that need them. Documents that one rank owns whole never travel.
+A chunk that begins its document needs no keys but its own: it is *local*. A later chunk [a, b) needs the keys [0, b) of
+the document: those of other ranks travel, once for all chunks that need them. Documents that one rank owns whole never
+travel.
 
     my K/V shard [T/CP] ──► send_index, send_splits ──► one all-to-all ──► received, recv_splits
-    remote keys [R]: for every document with a later chunk here its keys [0, need), document by document;
+    remote keys [R]: for every document with a later chunk here its keys [0, need), document by document
                      own_position <- my shard[own_index], recv_position <- received
 """
 
@@ -64,7 +65,8 @@ def received_tokens(plan: ShardPlan) -> np.ndarray:
 
 
 def plan_exchange(plan: ShardPlan, rank: int) -> Exchange:
-    """Index lists of a rank. All ranks number what they send and receive by (source, position in the source's shard)."""
+    """Index lists of a rank. All ranks number what they send and receive by (source, position in the source's
+    shard)."""
     cp = plan.cp
     table, need = chunk_table(plan)
     doc, start, stop, owner, first = table.T

@@ -1,12 +1,13 @@
-"""Shard plan that cuts only what must be cut: long documents over as many ranks as they need, the others whole on one rank.
+"""Shard plan that cuts only what must be cut: long documents over as many ranks as they need, the others whole.
 
-WLB-LLM leaves the mix inside one micro-batch open (§8). Cutting makes chunks short, which kernels dislike, and its K/V travel; keeping documents whole makes
-ranks unequal. So:
+WLB-LLM leaves the mix inside one micro-batch open (§8). Cutting makes chunks short, which kernels dislike, and its K/V
+travel; keeping documents whole makes ranks unequal. So:
 
-1. A document is cut over r = 1, 2, 4 ... CP ranks, into 2 r chunks, early ones paired with late ones: r pieces of equal work. r is the least for
-   which a piece costs at most `grain` of the average rank.
-2. Pieces go, dearest first, to the ranks that are then lightest and have room. Every rank must end with T / CP tokens, and a token costs at least
-   what it costs in a short document, so what counts is work beyond that: LPT on cost - base x tokens.
+1. A document is cut over r = 1, 2, 4 ... CP ranks, into 2 r chunks, early ones paired with late ones: r pieces of equal
+   work. r is the least for which a piece costs at most `grain` of the average rank.
+2. Pieces go, dearest first, to the ranks that are then lightest and have room. Every rank must end with T / CP tokens,
+   and a token costs at least what it costs in a short document, so what counts is work beyond that: LPT on
+   cost - base x tokens.
 3. What finds no room whole is cut where a rank is full: equal token counts demand it. Padding fills the rest.
 4. The grain is searched: the plan with the smallest predicted maximum over ranks wins.
 """
@@ -55,13 +56,14 @@ def hybrid(lengths: list[int], n_tokens: int, cp: int, kernel: KernelCost) -> Sh
         if best is None or work < best[0]:
             best = (work, chunks)
     assert best is not None
-    chunks = np.array([c for own in best[1] for c in own], dtype=np.int64).reshape(-1, 3)
+    table = np.array([c for own in best[1] for c in own], dtype=np.int64).reshape(-1, 3)
     rank = np.repeat(np.arange(cp), [len(own) for own in best[1]])
-    return assemble("hybrid", lengths, n_tokens, cp, rank, chunks)
+    return assemble("hybrid", lengths, n_tokens, cp, rank, table)
 
 
 def piece_cost(d: np.ndarray, r: int, kernel: KernelCost) -> np.ndarray:
-    """Seconds of one of the r pieces of documents d: the first and the last of 2 r chunks (the whole document for r = 1)."""
+    """Seconds of one of the r pieces of documents d: the first and the last of 2 r chunks (the whole document for r =
+    1)."""
     if r == 1:
         return kernel.seconds(d, d)
     chunk = np.maximum(1, d // (2 * r))

@@ -2,7 +2,8 @@
 
     seconds(q, k) = FLOPs of q queries, padded to the kernel's tile, that end at key k  /  rate(q, k)
 
-The rate is interpolated over a grid of (query, key) lengths, bilinear in their logarithms; outside the grid the nearest rate is used.
+The rate is interpolated over a grid of (query, key) lengths, bilinear in their logarithms; outside the grid the nearest
+rate is used.
 """
 
 import json
@@ -67,8 +68,8 @@ def _position(x: np.ndarray, knots: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 def analytic_kernel_cost(device: Device, pair_flops: float, kv_bytes_per_token: float) -> KernelCost:
     """Kernel cost from the rates of a device.
 
-    On a GPU the rate follows the number of keys, and chunks of less than two tiles of queries reach less of it; on a CPU, where a chunk is
-    worked off query block by query block, it follows the number of queries.
+    On a GPU the rate follows the number of keys, and chunks of less than two tiles of queries reach less of it; on a
+    CPU, where a chunk is worked off query block by query block, it follows the number of queries.
 
     Args:
         pair_flops: FLOPs of a (query, key) pair in a layer on one rank, forward and backward.
@@ -86,8 +87,8 @@ def analytic_kernel_cost(device: Device, pair_flops: float, kv_bytes_per_token: 
 
 
 def measured_kernel_cost(rows: list[dict], pair_flops: float, token_seconds: float, latency: float) -> KernelCost:
-    """Kernel cost from rows {"q", "k", "forward_ms", "backward_ms"} (scripts/profile_costs.py). A cell that was not measured takes the rate of the
-    nearest measured number of queries for the same keys.
+    """Kernel cost from rows {"q", "k", "forward_ms", "backward_ms"} (scripts/profile_costs.py). A cell that was not
+    measured takes the rate of the nearest measured number of queries for the same keys.
 
     Args:
         pair_flops, token_seconds, latency: see KernelCost.

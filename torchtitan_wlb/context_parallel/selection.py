@@ -1,4 +1,4 @@
-"""Which shard plan a micro-batch gets: the one whose slowest rank is predicted fastest (WLB-LLM §5.3, over three kinds). No torch.
+"""Which shard plan a micro-batch gets: the one whose slowest rank is predicted fastest (WLB-LLM §5.3). No torch.
 
 The choice is a pure function of lengths, so all ranks agree without talking; it may differ between micro-batches and
 never feeds back into packing.

@@ -81,8 +81,8 @@ def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def assemble(kind: str, lengths: list[int], n_tokens: int, cp: int, rank: np.ndarray, chunks: np.ndarray) -> ShardPlan:
-    """A plan from unordered chunks of real documents: empty ones dropped, in packed order, neighbours of one document on one rank joined,
-    every rank filled up with padding.
+    """A plan from unordered chunks of real documents: empty ones dropped, in packed order, neighbours of one document
+    on one rank joined, every rank filled up with padding.
 
     Args:
         rank: [n] owner of every chunk. chunks: [n, 3] (document, start, stop).

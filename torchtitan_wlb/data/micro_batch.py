@@ -5,6 +5,7 @@ T: padded tokens of the micro-batch. D: documents. Tensors are [1, T/CP] in the 
 
 import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,9 +14,11 @@ from torchtitan_wlb.context_parallel.exchange import plan_exchange
 from torchtitan_wlb.context_parallel.kernel_cost import KernelCost
 from torchtitan_wlb.context_parallel.selection import attention_seconds, choose_plan
 from torchtitan_wlb.context_parallel.shard_plan import ShardPlan
-from torchtitan_wlb.data.documents import Documents
 from torchtitan_wlb.packing.spans import ID, START, STOP
 from torchtitan_wlb.packing.spans import lengths as span_lengths
+
+if TYPE_CHECKING:  # attention needs this file, but not the packages that read documents
+    from torchtitan_wlb.data.documents import Documents
 
 IGNORE_INDEX = -100
 
@@ -168,7 +171,7 @@ class Layout:
 
 
 def build_micro_batch(
-    spans: np.ndarray, documents: Documents, layout: Layout, multiple: int, at_least: int = 0
+    spans: np.ndarray, documents: "Documents", layout: Layout, multiple: int, at_least: int = 0
 ) -> MicroBatch:
     """Read the tokens of some spans [k, 4] and pack them; no span gives one minimal micro-batch of padding.
 

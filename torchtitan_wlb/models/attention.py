@@ -1,14 +1,16 @@
 """The attention seam: causal attention inside segments, several kernels behind one pair of functions.
 
-    forward (q [Tq, Hq, D], k, v [Tk, Hkv, D], segments) -> out [Tq, Hq, D], lse [Hq, Tq]
-    backward(d_out, q, k, v, out, lse, segments) -> dq, dk, dv
+    forward (q [Tq, Hq, D], k, v [Tk, Hkv, D], segments) -> out [Tq, Hq, D], lse [Hq, Tq] backward(d_out, q, k, v, out,
+    lse, segments) -> dq, dk, dv
 
 A segment (q_start, q_stop, k_start, k_stop) lets the queries [q_start, q_stop) attend to the keys [k_start, k_stop),
-the last query to the last key (bottom-right causal). Key ranges may overlap. Hq is a multiple of Hkv. Rows of queries of no segment
+the last query to the last key (bottom-right causal). Key ranges may overlap. Hq is a multiple of Hkv. Rows of queries
+of no segment
 come out undefined: the caller writes only those of segments. Whoever calls the pair decides what is saved in between.
 
-`sdpa` is the reference: it loops over segments on views and never builds a Tq x Tk mask. `varlen` (ATen's flash attention, bundled with torch)
-and `flash` (the flash-attn package) take all segments in one call, on CUDA; they have not run on a GPU yet.
+`sdpa` is the reference: it loops over segments on views and never builds a Tq x Tk mask. `varlen` (ATen's flash
+attention, bundled with torch) and `flash` (the flash-attn package) take all segments in one call, on CUDA; they have
+not run on a GPU yet.
 """
 
 import importlib.util
@@ -54,8 +56,8 @@ def select_kernel(device_type: str, dtype: torch.dtype, name: str = "auto") -> K
 
 
 def _sdpa_forward(q, k, v, segments: Segments):
-    """Segments one by one. A chunk whose queries begin after the first key is two parts: earlier keys without a mask, as
-    many keys as queries causal; they are merged by log-sum-exp."""
+    """Segments one by one. A chunk whose queries begin after the first key is two parts: earlier keys without a mask,
+    as many keys as queries causal; they are merged by log-sum-exp."""
     part = _cpu_part if q.device.type == "cpu" else _plain_part
     out = torch.empty_like(q)
     lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32))
@@ -158,7 +160,8 @@ SDPA = Kernel("sdpa", _sdpa_forward, _sdpa_backward)
 
 
 def _gather(q, k, segments: Segments):
-    """What a variable-length kernel wants: (rows of q in use, rows of k, cumulative lengths of both, longest of both)."""
+    """What a variable-length kernel wants: (rows of q in use, rows of k, cumulative lengths of both, longest of
+    both)."""
     rows = [torch.arange(q0, q1) for q0, q1, _, _ in segments]
     keys = [torch.arange(k0, k1) for _, _, k0, k1 in segments]
     cumulative = []

@@ -1,0 +1,112 @@
+"""The CPU attention kernel on one core: chunks against whole documents, packed documents against a dense mask, memory against length.
+
+    python scripts/benchmark_attention.py --json OUT
+
+1. The two chunks of rank 0 and of rank 1 of one 16K document at CP=2 against half of causal SDPA over the whole document.
+2. 64 packed documents of 256 tokens against SDPA with a dense boolean mask.
+3. Peak memory of forward and backward over one document of 4K to 64K tokens, each in a process of its own.
+"""
+
+import argparse
+import json
+import multiprocessing
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from torchtitan_wlb.context_parallel.shard_plan import per_document
+from torchtitan_wlb.models.attention import SDPA, Segments
+
+HEADS, DIM = 2, 64
+
+
+def tensors(tokens: int) -> list[torch.Tensor]:
+    return [torch.randn(tokens, HEADS, DIM) for _ in range(3)]
+
+
+def kernel(qkv: list[torch.Tensor], segments: Segments) -> None:
+    q, k, v = qkv
+    out, lse = SDPA.forward(q, k, v, segments)
+    SDPA.backward(torch.ones_like(out), q, k, v, out, lse, segments)
+
+
+def torch_sdpa(qkv: list[torch.Tensor], mask: torch.Tensor | None) -> None:
+    q, k, v = (x.transpose(0, 1)[None].requires_grad_() for x in qkv)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+    torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+
+def interleaved(runs: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
+    """Median milliseconds of each, one after the other in every round, the first round not counted."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds + 1):
+        for name, run in runs.items():
+            began = time.perf_counter()
+            run()
+            times[name].append((time.perf_counter() - began) * 1e3)
+    return {name: statistics.median(x[1:]) for name, x in times.items()}
+
+
+def chunks() -> dict:
+    tokens = 16384
+    plan = per_document([tokens], tokens, 2)
+    whole = tensors(tokens)
+    runs: dict[str, Callable[[], None]] = {"whole_causal_sdpa": lambda: torch_sdpa(whole, None)}
+    for rank in range(2):
+        index = torch.from_numpy(plan.token_index(rank))
+        mine, segments = [whole[0][index], *whole[1:]], [tuple(s) for s in plan.segments(rank).tolist()]
+        runs[f"rank_{rank}"] = lambda m=mine, s=segments: kernel(m, s)  # type: ignore[misc]
+    ms = interleaved(runs, 5)
+    slowest = max(ms["rank_0"], ms["rank_1"])
+    return {"tokens": tokens, "ms": ms, "slowest_rank_over_half_of_whole": slowest / (ms["whole_causal_sdpa"] / 2)}
+
+
+def packed() -> dict:
+    n, d = 64, 256
+    qkv = tensors(n * d)
+    document = torch.arange(n * d) // d
+    mask = (document[:, None] == document) & torch.ones(n * d, n * d, dtype=torch.bool).tril()
+    segments = [(i * d, (i + 1) * d, i * d, (i + 1) * d) for i in range(n)]
+    ms = interleaved({"segments": lambda: kernel(qkv, segments), "dense_mask": lambda: torch_sdpa(qkv, mask)}, 3)
+    return {"documents": n, "tokens_each": d, "ms": ms, "dense_mask_over_segments": ms["dense_mask"] / ms["segments"]}
+
+
+def _peak(tokens: int, queue) -> None:
+    torch.set_num_threads(1)
+    kernel(tensors(64), [(0, 64, 0, 64)])
+    qkv = tensors(tokens)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    kernel(qkv, [(0, tokens // 2, 0, tokens // 2), (tokens // 2, tokens, 0, tokens)])
+    queue.put((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+
+
+def memory() -> list[dict]:
+    rows = []
+    context = multiprocessing.get_context("spawn")
+    for tokens in (4096, 8192, 16384, 32768, 65536):
+        queue = context.SimpleQueue()
+        process = context.Process(target=_peak, args=(tokens, queue))
+        process.start()
+        mib = queue.get()
+        process.join()
+        rows.append({"tokens": tokens, "peak_mib": mib, "mib_per_1k_tokens": mib / (tokens / 1024)})
+    return rows
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", required=True)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    results = {"hardware": "one core of a 2-core x86 CPU", "heads": HEADS, "head_dim": DIM}
+    results |= {"chunks": chunks(), "packed": packed(), "memory": memory()}
+    Path(arguments.json).write_text(json.dumps(results, indent=1))
+    print(json.dumps(results, indent=1))

@@ -1,0 +1,184 @@
+"""Measure shard plans on real micro-batches: one attention layer, forward and backward, over context-parallel ranks.
+
+    torchrun --nproc-per-node CP scripts/benchmark_cp.py --json OUT [--summary S.json]
+
+1. The kernel is profiled on these ranks, all at once, and so is the exchange.
+2. 60 micro-batches of 8K to 16K tokens with lengths of the paper's shape are attended to with per_sequence,
+   per_document, hybrid and adaptive plans, five rounds, interleaved. A row is the median over rounds of the slowest
+   rank.
+3. The summary picks the best plan of each micro-batch on odd rounds (the oracle) and scores all on even ones.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from torchtitan_wlb.context_parallel.attention import context_parallel_attention
+from torchtitan_wlb.context_parallel.kernel_cost import KernelCost, measured_kernel_cost
+from torchtitan_wlb.context_parallel.selection import KINDS, choose_plan, latency
+from torchtitan_wlb.context_parallel.shard_plan import ShardPlan
+from torchtitan_wlb.data.micro_batch import AttentionMeta, attention_meta, padded_length
+from torchtitan_wlb.data.sources import synthetic_lengths
+from torchtitan_wlb.models.attention import select_kernel
+from torchtitan_wlb.parallelisms.distributed import init_distributed, select_device
+
+SHARDINGS = (*KINDS, "adaptive")
+WINDOWS = (8192, 12288, 16384)
+
+
+class Bench:
+    """One attention layer of given heads on this rank."""
+
+    def __init__(self, device: torch.device, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype):
+        self.device, self.heads, self.kv_heads, self.head_dim, self.dtype = device, heads, kv_heads, head_dim, dtype
+        self.kernel = select_kernel(device.type, dtype)
+        self.group = dist.group.WORLD if dist.get_world_size() > 1 else None
+        self.pair_flops = 4 * heads * head_dim * 3.5
+
+    def tensors(self, q: int, k: int) -> list[torch.Tensor]:
+        shapes = ((1, q, self.heads), (1, k, self.kv_heads), (1, k, self.kv_heads))
+        return [
+            torch.randn(*s, self.head_dim, device=self.device, dtype=self.dtype, requires_grad=True) for s in shapes
+        ]
+
+    def clock(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def slowest(self, run: Callable[[], None]) -> float:
+        """Milliseconds of the slowest rank, started together."""
+        dist.barrier()
+        began = self.clock()
+        run()
+        took = torch.tensor([self.clock() - began], dtype=torch.float64)
+        dist.all_reduce(took, dist.ReduceOp.MAX)
+        return took.item() * 1e3
+
+    def attend(self, meta: AttentionMeta, inputs: list[torch.Tensor], group) -> None:
+        q, k, v = inputs
+        out = context_parallel_attention(q, k, v, meta, self.kernel, group)
+        torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+    def profile(self) -> KernelCost:
+        """Kernel cost measured on all ranks at once."""
+        rows = []
+        knots = [2**i for i in range(4, 15)]
+        for k in knots:
+            for q in [x for x in knots if k // 64 <= x <= k]:
+                inputs, meta = self.tensors(q, k), AttentionMeta([(0, q, 0, k)])
+                runs = 2 if q * k > 4096 * 4096 else 3 if q * k > 512 * 2048 else 9
+                self.attend(meta, inputs, None)
+                attend = partial(self.attend, meta, inputs, None)
+                ms = statistics.median(self.slowest(attend) for _ in range(runs))
+                rows.append({"q": q, "k": k, "forward_ms": ms, "backward_ms": 0.0})
+        times = []
+        for tokens in (256, 4096):
+            kv = torch.randn(tokens, 2, self.kv_heads, self.head_dim, device=self.device, dtype=self.dtype)
+            splits = [tokens // dist.get_world_size()] * dist.get_world_size()
+            kv = kv[: sum(splits)]
+            exchange = partial(dist.all_to_all_single, torch.empty_like(kv), kv, splits, splits)
+            there = [self.slowest(exchange) for _ in range(15)]
+            times.append(2 * statistics.median(there) * 1e-3)  # forward and backward
+        per_token = max(
+            0.0, (times[1] - times[0]) / (4096 - 256) * dist.get_world_size() / max(1, dist.get_world_size() - 1)
+        )
+        return measured_kernel_cost(rows, self.pair_flops, per_token, max(0.0, times[0] - 256 * per_token))
+
+
+def make_micro_batches(n: int, cp: int) -> list[tuple[list[int], int]]:
+    """(lengths, T): documents of the paper's shape scaled to windows of 8K to 16K, the last one cut."""
+    rng = random.Random(0)
+    out = []
+    for i in range(n):
+        window = WINDOWS[i % len(WINDOWS)]
+        pool = synthetic_lengths(f"wlb_128k:20000:{window / 131072}").tolist()
+        lengths: list[int] = []
+        while sum(lengths) < window:
+            lengths.append(min(rng.choice(pool), window - sum(lengths)))
+        out.append((lengths, padded_length(window, cp, 1, 64)))
+    return out
+
+
+def summarise(rounds: dict[tuple[int, str], list[float]], rows: list[dict], n: int) -> dict:
+    """Totals on even rounds, oracle chosen on odd ones, and the prediction error."""
+    odd = {key: statistics.median(x[1::2]) for key, x in rounds.items()}
+    even = {key: statistics.median(x[0::2]) for key, x in rounds.items()}
+    oracle = sum(even[i, min(KINDS, key=lambda kind: odd[i, kind])] for i in range(n))
+    total = {s: sum(even[i, s] for i in range(n)) for s in SHARDINGS}
+    errors = [abs(r["predicted_ms"] - r["measured_ms"]) / r["measured_ms"] for r in rows]
+    adaptive = total["adaptive"]
+    return {
+        "total_ms": total,
+        "oracle_ms": oracle,
+        "adaptive_over_oracle": adaptive / oracle,
+        "adaptive_over_better_fixed": adaptive / min(total[k] for k in KINDS),
+        "per_sequence_over_adaptive": total["per_sequence"] / adaptive,
+        "better_paper_choice_over_adaptive": sum(min(even[i, k] for k in KINDS[:2]) for i in range(n)) / adaptive,
+        "mean_absolute_prediction_error": statistics.mean(errors),
+    }
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", required=True)
+    parser.add_argument("--summary", default="")
+    parser.add_argument("--micro_batches", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args(argv)
+    device = select_device()
+    init_distributed(device, 600)
+    torch.set_num_threads(1)
+    rank, cp = dist.get_rank(), dist.get_world_size()
+    bench = Bench(device, 2, 1, 64, torch.float32 if device.type == "cpu" else torch.bfloat16)
+    measured = bench.profile()
+    boxed = [measured]
+    dist.broadcast_object_list(boxed)  # all ranks choose with the same numbers
+    cost = boxed[0]
+    cases: list[tuple[int, str, ShardPlan]] = []
+    for i, (lengths, total) in enumerate(make_micro_batches(arguments.micro_batches, cp)):
+        cases += [(i, s, choose_plan(lengths, total, cp, s, cost)) for s in SHARDINGS]
+    rounds: dict[tuple[int, str], list[float]] = {(i, s): [] for i, s, _ in cases}
+    for r in range(arguments.rounds):
+        order = list(cases)
+        random.Random(r).shuffle(order)
+        for i, sharding, plan in order:
+            meta, inputs = attention_meta(plan, rank), bench.tensors(plan.n_tokens // cp, plan.n_tokens // cp)
+            rounds[i, sharding].append(bench.slowest(partial(bench.attend, meta, inputs, bench.group)))
+        if rank == 0:
+            print(f"round {r + 1} of {arguments.rounds}", flush=True)
+    if rank == 0:
+        rows = []
+        for i, sharding, plan in cases:
+            pairs = int(sum(d * (d + 1) // 2 for d in plan.lengths))
+            rows.append({
+                "micro_batch": i, "sharding": sharding, "measured_ms": statistics.median(rounds[i, sharding]),
+                "predicted_ms": latency(plan, cost) * 1e3, "tokens": sum(plan.lengths), "attended_pairs": pairs,
+                "plan": plan.kind, "rounds_ms": rounds[i, sharding],
+            })  # fmt: skip
+        Path(arguments.json).write_text(json.dumps(rows, indent=1))
+        summary = summarise(rounds, rows, arguments.micro_batches)
+        summary |= {
+            "ranks": cp,
+            "hardware": torch.cuda.get_device_name() if device.type == "cuda" else "2-core x86 CPU, one core a rank",
+        }
+        summary["chosen"] = {k: sum(p.kind == k for _, s, p in cases if s == "adaptive") for k in KINDS}
+        print(json.dumps(summary, indent=1))
+        if arguments.summary:
+            Path(arguments.summary).write_text(json.dumps(summary, indent=1))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

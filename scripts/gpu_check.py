@@ -1,0 +1,164 @@
+"""Checks and measurements on one GPU (run by scripts/gpu_check.sh): what cannot be seen on a CPU.
+
+1. Parity: every kernel that runs here against the plain reference in fp32, on chunks, overlapping key ranges and
+   one-token documents, with GQA.
+2. Grid: milliseconds of the kernel, forward and backward, over (query, key) lengths (WLB-LLM Figure 10).
+3. Plans: the ranks of per_sequence, per_document and hybrid plans for CP 2, 4 and 8 one after the other; the slowest
+   rank counts (Figure 15).
+
+Needs torch and numpy only. Without a GPU it runs a small version on the CPU, to see that it works.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchtitan_wlb.context_parallel.kernel_cost import KernelCost, measured_kernel_cost
+from torchtitan_wlb.context_parallel.selection import KINDS, attention_seconds, build_plan
+from torchtitan_wlb.data.sources import synthetic_lengths
+from torchtitan_wlb.models.attention import SDPA, Kernel, Segments, select_kernel
+
+BUDGET_S = 380  # of which the plans get what is left
+
+
+def run(kernel: Kernel, tensors: list[torch.Tensor], segments: Segments):
+    """(output, dq, dk, dv)."""
+    q, k, v, g = tensors
+    out, lse = kernel.forward(q, k, v, segments)
+    return out, *kernel.backward(g, q, k, v, out, lse, segments)
+
+
+def milliseconds(kernel: Kernel, tensors, segments: Segments, runs: int) -> float:
+    """Median of forward + backward."""
+    device = tensors[0].device
+    times = []
+    for _ in range(runs + 1):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        run(kernel, tensors, segments)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - began) * 1e3)
+    return statistics.median(times[1:])
+
+
+def make(device, dtype, q: int, k: int, heads: int, kv_heads: int, dim: int):
+    """q, k, v and a gradient of the output."""
+    shapes = ((q, heads), (k, kv_heads), (k, kv_heads), (q, heads))
+    return [torch.randn(n, h, dim, device=device, dtype=dtype) for n, h in shapes]
+
+
+def parity(device, dtype) -> list[dict]:
+    segments = [(0, 300, 0, 300), (300, 301, 300, 301), (301, 600, 301, 1000), (600, 900, 301, 1300)]
+    rows: list[dict] = []
+    for name in ("sdpa", "varlen", "flash"):
+        try:
+            kernel = select_kernel(device.type, dtype, name)
+        except ValueError as error:
+            rows.append({"kernel": name, "skipped": str(error).splitlines()[-1].strip(" -")})
+            continue
+        for heads, kv_heads in ((8, 8), (8, 2)):
+            torch.manual_seed(0)
+            tensors = make(device, dtype, 900, 1300, heads, kv_heads, 128)
+            truth = run(SDPA, [t.float() for t in tensors], segments)
+            got = run(kernel, tensors, segments)
+            errors = [((a.float() - b).norm() / b.norm()).item() for a, b in zip(got, truth)]
+            rows.append(
+                {
+                    "kernel": name,
+                    "heads": heads,
+                    "kv_heads": kv_heads,
+                    "errors_out_dq_dk_dv": errors,
+                    "ok": max(errors) < 2e-2,
+                }
+            )
+    return rows
+
+
+def grid(kernel: Kernel, device, dtype, longest: int, heads: int) -> list[dict]:
+    rows: list[dict] = []
+    knots = [2**i for i in range(6, 18) if 2**i <= longest]
+    for k in knots:
+        for q in [x for x in knots if k // 256 <= x <= k]:
+            tensors = make(device, dtype, q, k, heads, heads, 128)
+            ms = milliseconds(kernel, tensors, [(0, q, 0, k)], 3 if q * k > 2**28 else 7)
+            rows.append({"q": q, "k": k, "forward_ms": ms, "backward_ms": 0.0})
+    return rows
+
+
+def plans(kernel: Kernel, device, dtype, cost: KernelCost, window: int, heads: int, deadline: float) -> list[dict]:
+    rng = random.Random(0)
+    pool = synthetic_lengths(f"wlb_128k:20000:{window / 131072}").tolist()
+    rows: list[dict] = []
+    for i in range(20):
+        lengths: list[int] = []
+        while sum(lengths) < window:
+            lengths.append(min(rng.choice(pool), window - sum(lengths)))
+        for cp in (2, 4, 8):
+            for kind in KINDS:
+                if time.monotonic() > deadline:
+                    return rows
+                plan = build_plan(kind, lengths, window, cp, cost)
+                measured = []
+                for rank in range(cp):
+                    tensors = make(device, dtype, window // cp, window, heads, heads, 128)
+                    segments = [tuple(s) for s in plan.segments(rank).tolist()]
+                    measured.append(milliseconds(kernel, tensors, segments, 3))
+                predicted = float(attention_seconds(plan, cost).max()) * 1e3
+                rows.append(
+                    {
+                        "micro_batch": i,
+                        "cp": cp,
+                        "sharding": kind,
+                        "measured_ms": max(measured),
+                        "predicted_ms": predicted,
+                    }
+                )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", required=True)
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    on_gpu = torch.cuda.is_available()
+    device, dtype = (torch.device("cuda"), torch.bfloat16) if on_gpu else (torch.device("cpu"), torch.float32)
+    heads, longest = (8, 131072) if on_gpu else (1, 2048)
+    kernel = select_kernel(device.type, dtype)
+    results: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if on_gpu else "CPU (a dry run)",
+        "torch": torch.__version__,
+        "kernel": kernel.name,
+        "heads": heads,
+        "parity": parity(device, dtype),
+    }
+    print(json.dumps(results, indent=1), flush=True)
+    results["grid"] = grid(kernel, device, dtype, longest, heads)
+    cost = measured_kernel_cost(results["grid"], 4 * heads * 128 * 3.5, 0.0, 0.0)
+    results["plans"] = plans(kernel, device, dtype, cost, longest, heads, began + (BUDGET_S if on_gpu else 40))
+    for cp in (2, 4, 8):
+        mine = [r for r in results["plans"] if r["cp"] == cp]
+        n = min(sum(r["sharding"] == k for r in mine) for k in KINDS)
+        by = {k: [r["measured_ms"] for r in mine if r["sharding"] == k][:n] for k in KINDS}
+        paper = sum(min(a, b) for a, b in zip(by["per_sequence"], by["per_document"]))
+        ours = sum(min(x) for x in zip(*by.values()))
+        if ours:
+            results[f"cp{cp}"] = {k: sum(v) for k, v in by.items()} | {
+                "paper_choice_over_best": paper / ours,
+                "micro_batches": n,
+            }
+            print(cp, results[f"cp{cp}"], flush=True)
+    Path(arguments.out).write_text(json.dumps(results, indent=1))
+    print(f"{arguments.out}: {time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Attention over context-parallel ranks in real processes: outputs, gradients, bytes sent, and torch's own sharding with our plans."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.distributed_tests.ranks import run_ranks
+from torchtitan_wlb.context_parallel.attention import context_parallel_attention
+from torchtitan_wlb.context_parallel.exchange import received_tokens
+from torchtitan_wlb.context_parallel.kernel_cost import analytic_kernel_cost
+from torchtitan_wlb.context_parallel.load_balancer import PlanLoadBalancer
+from torchtitan_wlb.context_parallel.selection import KINDS, choose_plan
+from torchtitan_wlb.context_parallel.shard_plan import whole
+from torchtitan_wlb.data.micro_batch import attention_meta, padded_length
+from torchtitan_wlb.models.attention import SDPA
+from torchtitan_wlb.packing.cost_model import DEVICES
+
+HEADS, KV_HEADS, DIM = 4, 2, 8
+MICRO_BATCHES = [
+    [1],
+    [300],
+    [1] * 40,
+    [3, 1, 200, 1, 64, 17],
+    [5] * 100,
+    [64, 64, 64, 64],
+    [250, *[2] * 30],
+    np.random.default_rng(0).integers(1, 90, 25).tolist(),
+]
+
+
+def _attend(group) -> None:
+    rank, cp = dist.get_rank(), dist.get_world_size()
+    kernel_cost = analytic_kernel_cost(DEVICES["h100"], 1.0, 1.0)
+    sent: list[int] = []
+    plain = dist.all_to_all_single
+
+    def counted(output, tensor, *args, **kwargs):
+        sent.append(tensor.numel())
+        return plain(output, tensor, *args, **kwargs)
+
+    dist.all_to_all_single = counted
+    for i, lengths in enumerate(MICRO_BATCHES):
+        total = padded_length(sum(lengths), cp, 1, 8)
+        generator = torch.Generator().manual_seed(i)
+        q, k, v, g = (torch.randn(1, total, h, DIM, generator=generator) for h in (HEADS, KV_HEADS, KV_HEADS, HEADS))
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        truth = context_parallel_attention(*leaves, attention_meta(whole(lengths, total), 0), SDPA, None)
+        expected = torch.autograd.grad(truth, leaves, g)
+        for kind in (*KINDS, "adaptive"):
+            for recompute_kv in (False, True):
+                plan = choose_plan(lengths, total, cp, kind, kernel_cost)
+                index = torch.from_numpy(plan.token_index(rank))
+                mine = [x[:, index].clone().requires_grad_() for x in (q, k, v)]
+                sent.clear()
+                out = context_parallel_attention(*mine, attention_meta(plan, rank), SDPA, group, recompute_kv)
+                forward_sent = list(sent)
+                gradients = torch.autograd.grad(out, mine, g[:, index])
+                for got, want in zip((out, *gradients), (truth, *expected)):
+                    torch.testing.assert_close(got, want[:, index], rtol=1e-5, atol=1e-5, msg=f"{lengths} {kind}")
+                # K and V of each token once, in one collective each way; nothing at all if nothing must travel.
+                count = torch.tensor([sum(forward_sent), sum(sent)])
+                dist.all_reduce(count)
+                values = int(received_tokens(plan).sum()) * 2 * KV_HEADS * DIM
+                assert count.tolist() == [values, values * (3 if recompute_kv else 2)]
+                assert len(forward_sent) == int(plan.travels())
+
+
+def _native() -> None:
+    """torch's _context_parallel_shard with a plan as load balancer gives every rank the tokens of the plan."""
+    from torch.distributed.tensor.experimental._attention import _context_parallel_shard
+
+    cp = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (cp,), mesh_dim_names=("cp",))
+    lengths = [100, 7, 33, 1, 200]
+    total = padded_length(sum(lengths), cp, 1, 8)
+    for kind in KINDS:
+        plan = choose_plan(lengths, total, cp, kind, analytic_kernel_cost(DEVICES["h100"], 1.0, 1.0))
+        tokens = torch.arange(total)[None]
+        (shard,) = _context_parallel_shard(mesh, [tokens], [1], PlanLoadBalancer(plan))
+        assert shard[0].tolist() == plan.token_index(dist.get_rank()).tolist(), kind
+
+
+def _both() -> None:
+    _attend(dist.group.WORLD)
+    _native()
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_attention_equals_one_rank_and_sends_what_the_plan_says(cp):
+    run_ranks(cp, _both)
