@@ -145,7 +145,13 @@ def main(config: JobConfig) -> None:
     if config.debug.deterministic:
         torch.use_deterministic_algorithms(True)
     mesh, cp_group = dims.build_mesh(device.type), dims.build_cp_group()
-    check_agreement({"packing settings": settings.hash(), "resumed step": str(run_state["step"] if run_state else 0)})
+    check_agreement(
+        {
+            "packing settings": settings.hash(),
+            "resumed step": str(run_state["step"] if run_state else 0),
+            "choice of shard plans": f"{layout.sharding} {layout.kernel_cost.hash()}",
+        }
+    )
     logger.info(f"{dims} on {device.type}; {settings.describe()}")
 
     # The model: this rank's stages on the meta device, made parallel, then filled in place.

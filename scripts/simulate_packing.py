@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from torchtitan_wlb.config import ConfigError, JobConfig
 from torchtitan_wlb.config_manager import exit_on_config_error, load_config
 from torchtitan_wlb.data.documents import apply_length_policy
-from torchtitan_wlb.data.tokenizer import VOCAB_MULTIPLE
+from torchtitan_wlb.data.tokenizer import Tokenizer
 from torchtitan_wlb.models.llama import llama_configs
 from torchtitan_wlb.packing.planner import StepPlanner
 from torchtitan_wlb.packing.profile import build_cost_model, detect_device
@@ -60,9 +60,8 @@ def recipe_settings(config: JobConfig, seed: int) -> PackingSettings:
     """Settings of a recipe for its own layout, "auto" left open."""
     p = config.parallelism
     dp = p.data_parallel_replicate_degree * max(1, p.data_parallel_shard_degree)
-    args = replace(
-        llama_configs[config.model.flavor], vocab_size=32_000 if config.model.flavor[0].isdigit() else VOCAB_MULTIPLE
-    )
+    vocab_size = Tokenizer(config.model.tokenizer).padded_vocab_size
+    args = replace(llama_configs[config.model.flavor], vocab_size=vocab_size)
     device = detect_device(config.cost_model.device)
     cost = build_cost_model(
         config.cost_model.profile, device, args, tp=p.tensor_parallel_degree, cp=p.context_parallel_degree

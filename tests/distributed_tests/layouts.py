@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from torchtitan_wlb.context_parallel.kernel_cost import analytic_kernel_cost
-from torchtitan_wlb.context_parallel.selection import choose_plan
+from torchtitan_wlb.context_parallel.selection import KINDS, choose_plan
 from torchtitan_wlb.data.micro_batch import pack_documents, padded_length
 from torchtitan_wlb.models.attention import SDPA
 from torchtitan_wlb.models.llama import ModelArgs, Transformer
@@ -116,10 +116,11 @@ def run_case(case: Case, documents, flip: tuple[int, int] | None, out: Path) -> 
 
     def step(docs) -> torch.Tensor:
         micro_batches, owners = [], []
-        for group in my_groups:
+        for number, group in enumerate(my_groups):
             lengths = [len(docs[i][0]) for i in group]
             total = padded_length(sum(lengths), dims.cp, dims.tp, MULTIPLE)
-            plan = choose_plan(lengths, total, dims.cp, case.sharding, KERNEL_COST)
+            sharding = KINDS[number % 3] if case.sharding == "alternating" else case.sharding
+            plan = choose_plan(lengths, total, dims.cp, sharding, KERNEL_COST)
             micro_batches.append(
                 pack_documents([docs[i][0] for i in group], [docs[i][1] for i in group], plan, my["cp"])
             )

@@ -31,7 +31,7 @@ CASES = {
         Case("cp4-document", cp=4),
         Case("cp4-sequence", cp=4, sharding="per_sequence", recompute_kv=True),
         Case("cp4-hybrid", cp=4, sharding="hybrid"),
-        Case("pp2cp2-adaptive", pp=2, cp=2, m=4, sharding="adaptive"),
+        Case("pp2cp2-alternating", pp=2, cp=2, m=4, sharding="alternating"),
         Case("pp4", pp=4, m=5),
         Case("pp2cp2", pp=2, cp=2, m=4),
         Case("dp2cp2", dp_shard=2, cp=2),

@@ -295,7 +295,7 @@ def test_resume_settings_are_the_stored_ones():
 
     stored = json.loads(json.dumps(asdict(replace(resolve(4), delay_price=0.5))))
     kept = reconcile(
-        stored, resolve(-1, replace(COST, token_cost=7.0)), {"n", "delay_price", "cost", "thresholds", "in_flight"}
+        stored, resolve(-1, replace(COST, token_cost=7.0)), {"n", "delay_price", "cost", "thresholds"}
     )
     assert (kept.n, kept.delay_price, kept.cost) == (4, 0.5, COST)
     with pytest.raises(
@@ -303,3 +303,5 @@ def test_resume_settings_are_the_stored_ones():
         match=r"global_batch_size: the checkpoint was made with 4, configured is 8; packing cannot change on resume",
     ):
         reconcile(stored, resolve(8, delay_price=0.5), set())
+    with pytest.raises(ConfigError, match=r"max_tokens_in_flight: the checkpoint was made with \(0, 0\)"):
+        reconcile(stored, resolve(4, delay_price=0.5, max_tokens_in_flight=512), {"thresholds"})

@@ -62,8 +62,7 @@ def hybrid(lengths: list[int], n_tokens: int, cp: int, kernel: KernelCost) -> Sh
 
 
 def piece_cost(d: np.ndarray, r: int, kernel: KernelCost) -> np.ndarray:
-    """Seconds of one of the r pieces of documents d: the first and the last of 2 r chunks (the whole document for r =
-    1)."""
+    """Seconds of one of the r pieces of documents d: the first and last of 2 r chunks, or for r = 1 all of it."""
     if r == 1:
         return kernel.seconds(d, d)
     chunk = np.maximum(1, d // (2 * r))

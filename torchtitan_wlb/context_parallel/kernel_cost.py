@@ -7,7 +7,8 @@ rate is used.
 """
 
 import json
-from dataclasses import dataclass, field
+import zlib
+from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -36,6 +37,10 @@ class KernelCost:
     rates: tuple[tuple[float, ...], ...] = field(repr=False)
     token_seconds: float = 0.0
     latency: float = 0.0
+
+    def hash(self) -> str:
+        """8 hex digits; ranks that differ would choose different plans."""
+        return f"{zlib.crc32(repr(astuple(self)).encode()):08x}"
 
     @cached_property
     def _grid(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -3,7 +3,7 @@ the layout."""
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from torchtitan_wlb.config import ConfigError, Packing, Training
@@ -121,7 +121,7 @@ def fields_left_open(training: Training, packing: Packing, cost_model: CostModel
     left |= {"thresholds"} if packing.outlier_thresholds == "auto" else set()
     left |= {"delay_price"} if packing.delay_price == "auto" else set()
     left |= {"cost"} if cost_model.device == "auto" and not cost_model.profile else set()
-    return left | {"in_flight"}  # its micro-batch count follows the layout of the first start
+    return left
 
 
 def reconcile(stored: dict[str, Any], configured: PackingSettings, left_open: set[str]) -> PackingSettings:
@@ -138,6 +138,8 @@ def reconcile(stored: dict[str, Any], configured: PackingSettings, left_open: se
     cost = stored["cost"] | {k: tuple(stored["cost"][k]) for k in ("knots", "rates")}
     restored = {"cost": CostModel(**cost)} | {k: tuple(stored[k]) for k in ("thresholds", "in_flight")}
     kept = PackingSettings(**(stored | restored))
+    # How many micro-batches share the budget follows the layout of the first start.
+    configured = replace(configured, in_flight=(kept.in_flight[0], configured.in_flight[1]))
     differ = [
         f"--{_FLAGS[f.name]}: the checkpoint was made with {getattr(kept, f.name)}, "
         f"configured is {getattr(configured, f.name)}; packing cannot change on resume"

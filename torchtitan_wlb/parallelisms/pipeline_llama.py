@@ -2,6 +2,9 @@
 
 Without pipelining the same `forward_backward` accumulates gradients over the micro-batches, with one reduction at the
 last.
+
+Private API, torch 2.13: `_step_microbatches` (the public `step` splits one batch into equal micro-batches) and
+`_has_backward` (the public `eval` goes through `step`).
 """
 
 import contextlib
