@@ -294,9 +294,7 @@ def test_resume_settings_are_the_stored_ones():
         )
 
     stored = json.loads(json.dumps(asdict(replace(resolve(4), delay_price=0.5))))
-    kept = reconcile(
-        stored, resolve(-1, replace(COST, token_cost=7.0)), {"n", "delay_price", "cost", "thresholds"}
-    )
+    kept = reconcile(stored, resolve(-1, replace(COST, token_cost=7.0)), {"n", "delay_price", "cost", "thresholds"})
     assert (kept.n, kept.delay_price, kept.cost) == (4, 0.5, COST)
     with pytest.raises(
         ConfigError,

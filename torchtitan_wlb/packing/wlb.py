@@ -85,7 +85,8 @@ class WLB:
         n, sample = self.n // g, np.minimum(np.arange(g // 2, size + g // 2, g), size - 1)
         tokens = lengths(self.pool)[sample]
         run = _runs(len(tokens), n)
-        leaving = run | overdue[sample]
+        # One document at its age limit is enough to set the maximum, so it must show in its group.
+        leaving = run | np.logical_or.reduceat(overdue, np.arange(0, size, g))
         # A candidate's documents are dealt to micro-batches: the r-th to r, those from n on back again from 2 n - 1.
         rank = np.cumsum(leaving, axis=1) - 1
         leaving &= rank < 2 * n
