@@ -344,7 +344,5 @@ def evaluate(
 
 if __name__ == "__main__":
     init_logger()
-    try:
+    with exit_on_config_error():
         main(load_config(sys.argv[1:]))
-    except ConfigError as error:
-        exit_on_config_error(error)

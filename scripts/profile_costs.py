@@ -209,7 +209,5 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     init_logger()
-    try:
+    with exit_on_config_error():
         main(sys.argv[1:])
-    except ConfigError as error:
-        exit_on_config_error(error)

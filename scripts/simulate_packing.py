@@ -20,7 +20,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from torchtitan_wlb.config import ConfigError, JobConfig
+from torchtitan_wlb.config import JobConfig
 from torchtitan_wlb.config_manager import exit_on_config_error, load_config
 from torchtitan_wlb.data.documents import apply_length_policy
 from torchtitan_wlb.data.tokenizer import Tokenizer
@@ -159,7 +159,5 @@ def plot(traces: dict[str, dict[str, list]], path: str) -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with exit_on_config_error():
         main(sys.argv[1:])
-    except ConfigError as error:
-        exit_on_config_error(error)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from simulate_packing import Stream, recipe_settings  # puts the repository on the path
 
-from torchtitan_wlb.config import ConfigError, JobConfig
+from torchtitan_wlb.config import JobConfig
 from torchtitan_wlb.config_manager import exit_on_config_error, load_config
 from torchtitan_wlb.logger import init_logger
 from torchtitan_wlb.packing.planner import StepPlanner
@@ -134,7 +134,5 @@ def own_documents(config: JobConfig) -> Callable[[PackingSettings], StepPlanner]
 
 if __name__ == "__main__":
     init_logger()
-    try:
+    with exit_on_config_error():
         main(sys.argv[1:])
-    except ConfigError as error:
-        exit_on_config_error(error)

@@ -6,6 +6,7 @@
 All problems come out in one ConfigError before any process group exists; rank 0 prints it, every rank exits with 2.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import os
@@ -156,13 +157,17 @@ def _nearest(name: str, valid) -> str:
     return f"; nearest: {match[0]}" if match else f"; valid: {', '.join(valid)}"
 
 
-def exit_on_config_error(error: ConfigError) -> None:
-    """Print the message once (rank 0) and leave with status 2 on every rank.
+@contextlib.contextmanager
+def exit_on_config_error():
+    """Around a whole program: a ConfigError is printed once, by rank 0, and every rank leaves with status 2.
 
     The launcher stops all ranks when the first one fails, so the others give rank 0 time to print; one that is still
     there after that has an error of its own machine to tell.
     """
-    if int(os.environ.get("RANK", 0)) != 0:
-        time.sleep(30)
-    print(error, file=sys.stderr, flush=True)
-    sys.exit(2)
+    try:
+        yield
+    except ConfigError as error:
+        if int(os.environ.get("RANK", 0)) != 0:
+            time.sleep(30)
+        print(error, file=sys.stderr, flush=True)
+        sys.exit(2)
