@@ -15,6 +15,7 @@ import csv
 import json
 import random
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +26,9 @@ from torch.distributed.tensor.experimental._context_parallel import _load_balanc
 
 from torchtitan_wlb.context_parallel.exchange import chunk_table, received_tokens
 from torchtitan_wlb.context_parallel.kernel_cost import SHORT_QUERIES, KernelCost, analytic_kernel_cost
-from torchtitan_wlb.context_parallel.selection import KINDS, attention_seconds, build_plan
+from torchtitan_wlb.context_parallel.selection import KINDS, attention_seconds, build_plan, choose_plan
 from torchtitan_wlb.context_parallel.shard_plan import per_document, per_sequence
+from torchtitan_wlb.data.micro_batch import attention_meta, padded_length
 from torchtitan_wlb.packing.cost_model import DEVICES
 
 WINDOW = 131072
@@ -126,6 +128,23 @@ def latencies(micro_batches: list[list[int]], cost: KernelCost) -> list[dict]:
     return rows
 
 
+def planning_times(lengths: list[int]) -> list[dict]:
+    """Milliseconds to build, choose and index the plan of one micro-batch at CP=16, best of 7."""
+    cost = analytic_kernel_cost(DEVICES["h100"], 4 * 64 * 128 * 3.5, 2 * 2 * 4096)
+    rows = []
+    for n in (64, 2000):
+        mb = random.Random(0).sample(lengths, n)
+        total = padded_length(sum(mb), 16, 1, 64)
+        times = []
+        for _ in range(7):
+            began = time.perf_counter()
+            attention_meta(choose_plan(mb, total, 16, "adaptive", cost), 3)
+            times.append((time.perf_counter() - began) * 1e3)
+        rows.append({"documents": n, "cp": 16, "ms": min(times)})
+        print(rows[-1], flush=True)
+    return rows
+
+
 def plot(rows: list[dict], path: str) -> None:
     import matplotlib
 
@@ -162,6 +181,7 @@ def main(argv: list[str]) -> None:
         "kernel": "H100 curve, predicted",
         "latency": latencies(fill(lengths, 200), cost),
         "balance": balance(fill(lengths, 1000)),
+        "planning": planning_times(lengths),
     }
     Path(arguments.out).write_text(json.dumps(results, indent=1))
     if arguments.plot:
