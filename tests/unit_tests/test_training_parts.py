@@ -1,7 +1,5 @@
 """Learning rate, parameter groups, FLOPs, gradient clipping, step metrics: numbers worked out by hand."""
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,8 +14,7 @@ from torchtitan_wlb.parallelisms.distributed import check_agreement, clip_grad_n
 
 @pytest.fixture(scope="module")
 def one_rank():
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29712", RANK="0", WORLD_SIZE="1")
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
