@@ -145,10 +145,12 @@ class Parallelism:
     """Ranks that share every micro-batch."""
     pipeline_parallel_degree: int = 1
     """Ranks that share the layers."""
-    pipeline_parallel_schedule: Literal["1F1B", "Interleaved1F1B", "GPipe"] = "1F1B"
+    pipeline_parallel_schedule: Literal[
+        "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+    ] = "1F1B"
     """Schedule of torch.distributed.pipelining."""
     pipeline_parallel_stages_per_rank: int = 2
-    """Stages on every rank of a multi-stage schedule (Interleaved1F1B)."""
+    """Stages on every rank of Interleaved1F1B, LoopedBFS, InterleavedZeroBubble (ZBVZeroBubble and DualPipeV have two)."""
     reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free gathered parameters after forward; default: yes without pipelining, no with it."""
 

@@ -6,7 +6,7 @@ import math
 from torchtitan_wlb.config import ConfigError, JobConfig
 from torchtitan_wlb.data.sources import SOURCES
 from torchtitan_wlb.models.llama import llama_configs
-from torchtitan_wlb.parallelisms.parallel_dims import MULTI_STAGE_SCHEDULES, ParallelDims, schedule_problem
+from torchtitan_wlb.parallelisms.parallel_dims import ParallelDims, count_stages, schedule_problem
 
 
 def validate(config: JobConfig, world_size: int) -> ParallelDims:
@@ -59,7 +59,7 @@ def validate(config: JobConfig, world_size: int) -> ParallelDims:
     )
 
     stages_per_rank = p.pipeline_parallel_stages_per_rank
-    n_stages = dims.pp * (stages_per_rank if p.pipeline_parallel_schedule in MULTI_STAGE_SCHEDULES else 1)
+    n_stages = count_stages(p.pipeline_parallel_schedule, dims.pp, stages_per_rank)
     check(
         stages_per_rank >= 1,
         f"--parallelism.pipeline_parallel_stages_per_rank {stages_per_rank}: must be at least 1",

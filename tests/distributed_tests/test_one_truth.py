@@ -24,6 +24,10 @@ CASES = {
         Case("pp2-ac", pp=2, m=4, ac_mode="full"),
         Case("pp2-interleaved", pp=2, m=4, schedule="Interleaved1F1B"),
         Case("pp2-gpipe", pp=2, m=3, schedule="GPipe"),
+        Case("pp2-loopedbfs", pp=2, m=3, schedule="LoopedBFS"),
+        Case("pp2-interleavedzb", pp=2, m=4, schedule="InterleavedZeroBubble"),
+        Case("pp2-zbv", pp=2, m=4, schedule="ZBVZeroBubble"),
+        Case("pp2-dualpipev", pp=2, m=5, schedule="DualPipeV"),
     ],
     4: [
         Case("hsdp2x2", dp_replicate=2, dp_shard=2),

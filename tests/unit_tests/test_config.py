@@ -73,6 +73,7 @@ BAD = [
     (["--packing.delay_price", "0"], 4, r"delay_price 0.0: must be auto or above 0"),
     (["--packing.max_tokens_in_flight", "4096"], 4, r"max_tokens_in_flight 4096: must be 0 or at least .* = 8192"),
     (["--debug.seed", "-1", "--optimizer.lr", "nan", "--checkpoint.keep_latest_k", "-1"], 4, r"keep_latest_k -1: must be at least 0"),
+    (["--parallelism.pipeline_parallel_schedule", "DualPipeV", "--training.global_batch_size", "3"], 4, r"3 micro-batches .*DualPipeV needs at least 4"),
     (["--model.flavor", "9B"], 4, r"model.flavor 9B: legal are debugmodel, "),
     (["--training.dataset", "wikipedia"], 4, r"training.dataset wikipedia: legal are stdlib, "),
     (["--training.dataset", "text"], 4, r"dataset text needs --training.dataset_path"),

@@ -190,3 +190,5 @@ def test_split_layers_evens_out_the_head():
     assert [len(r) for r in split_layers(7, 4, 1.0, 2.0)] == [2, 2, 2, 1]
     assert [len(r) for r in split_layers(4, 4, 1.0, 9.0)] == [1, 1, 1, 1]
     assert my_stages(1, 2, "Interleaved1F1B", 3) == (6, [1, 3, 5])
+    assert my_stages(1, 4, "ZBVZeroBubble", 2) == (8, [1, 6])
+    assert my_stages(0, 1, "Interleaved1F1B", 3) == my_stages(0, 1, "DualPipeV", 2) == (1, [0])

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-MULTI_STAGE_SCHEDULES = ("Interleaved1F1B",)
+LOOPED_SCHEDULES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")  # stage i on rank i mod PP
+V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")  # two stages a rank: r on the way down, 2 PP - 1 - r on the way up
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,17 @@ def schedule_problem(schedule: str, pp: int, n_stages: int, m: int) -> str:
     flag = f"--parallelism.pipeline_parallel_degree {pp}"
     if schedule == "1F1B" and m < n_stages:
         return f"1F1B needs at least {n_stages} ({flag})"
-    if schedule == "Interleaved1F1B" and (m < pp or m % max(1, m // pp)):
-        return f"Interleaved1F1B needs M >= {pp} with M divisible by M // {pp} ({flag})"
+    if schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and (m < pp or m % max(1, m // pp)):
+        return f"{schedule} needs M >= {pp} with M divisible by M // {pp} ({flag})"
+    if schedule == "ZBVZeroBubble" and m < pp:
+        return f"ZBVZeroBubble needs at least {pp} ({flag})"
+    if schedule == "DualPipeV" and m < 2 * pp:
+        return f"DualPipeV needs at least {2 * pp} ({flag})"
     return ""
+
+
+def count_stages(schedule: str, pp: int, stages_per_rank: int) -> int:
+    """Stages of the whole pipeline; without pipelining there is one, whatever the schedule."""
+    if pp == 1:
+        return 1
+    return pp * (stages_per_rank if schedule in LOOPED_SCHEDULES else 2 if schedule in V_SCHEDULES else 1)

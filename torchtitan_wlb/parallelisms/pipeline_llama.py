@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from torchtitan_wlb.data.micro_batch import MicroBatch
-from torchtitan_wlb.parallelisms.parallel_dims import MULTI_STAGE_SCHEDULES
+from torchtitan_wlb.parallelisms.parallel_dims import LOOPED_SCHEDULES, V_SCHEDULES, count_stages
 
 
 def split_layers(
@@ -42,8 +42,10 @@ def split_layers(
 
 
 def my_stages(pp_rank: int, pp: int, schedule: str, stages_per_rank: int) -> tuple[int, list[int]]:
-    """(number of stages, indices of those on a pipeline rank): looped, stage i on rank i mod PP."""
-    n_stages = pp * (stages_per_rank if schedule in MULTI_STAGE_SCHEDULES else 1)
+    """(number of stages, indices of those on a pipeline rank); see LOOPED_SCHEDULES and V_SCHEDULES."""
+    n_stages = count_stages(schedule, pp, stages_per_rank)
+    if schedule in V_SCHEDULES and n_stages > 1:
+        return n_stages, [pp_rank, n_stages - 1 - pp_rank]
     return n_stages, list(range(pp_rank, n_stages, pp))
 
 
@@ -85,7 +87,7 @@ class Pipeline:
             ]
             # The stage returns the scaled loss itself; gradients are already sums.
             self._schedule = get_schedule_class(schedule)(
-                self._stages if schedule in MULTI_STAGE_SCHEDULES else self._stages[0],
+                self._stages if schedule in LOOPED_SCHEDULES + V_SCHEDULES else self._stages[0],
                 n_microbatches=n_micro_batches,
                 loss_fn=_identity,
                 scale_grads=False,
