@@ -150,7 +150,7 @@ class Parallelism:
     ] = "1F1B"
     """Schedule of torch.distributed.pipelining."""
     pipeline_parallel_stages_per_rank: int = 2
-    """Stages on every rank of Interleaved1F1B, LoopedBFS, InterleavedZeroBubble (ZBVZeroBubble and DualPipeV have two)."""
+    """Stages a rank of Interleaved1F1B, LoopedBFS and InterleavedZeroBubble (ZBVZeroBubble and DualPipeV have two)."""
     reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free gathered parameters after forward; default: yes without pipelining, no with it."""
 
