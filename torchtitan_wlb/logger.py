@@ -18,8 +18,8 @@ def init_logger() -> None:
 
 
 class Color:
-    black, red, green, yellow, blue, magenta, cyan, reset = (f"\033[{c}m" for c in (30, 31, 32, 33, 34, 35, 36, 0))
+    red, green, yellow, blue, magenta, cyan, reset = (f"\033[{c}m" for c in (31, 32, 33, 34, 35, 36, 0))
 
 
 class NoColor:
-    black = red = green = yellow = blue = magenta = cyan = reset = ""
+    red = green = yellow = blue = magenta = cyan = reset = ""

@@ -1,6 +1,6 @@
 """Train one step in a layout with the code that train.py uses, and write down what every rank saw."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -168,6 +168,3 @@ def initial_weights() -> dict[str, torch.Tensor]:
     model = Transformer(ARGS, n_ids=N_IDS, max_position=MAX_POSITION)
     model.init_weights(SEED, torch.device("cpu"))
     return dict(model.named_parameters())
-
-
-__all__ = ["ARGS", "MAX_POSITION", "N_IDS", "Case", "initial_weights", "make_documents", "replace", "run_cases"]

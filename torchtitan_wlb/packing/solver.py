@@ -20,10 +20,6 @@ class Solution:
     largest: float
     bound: float
 
-    @property
-    def gap(self) -> float:
-        return (self.largest - self.bound) / self.largest if self.largest else 0.0
-
 
 def solve(
     weights: np.ndarray,
