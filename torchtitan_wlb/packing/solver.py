@@ -13,8 +13,7 @@ from torchtitan_wlb.packing.packers import spread
 
 @dataclass(frozen=True)
 class Solution:
-    """where: [k] bin of every document; largest: the objective; bound: no assignment is better; gap: (largest - bound)
-    / largest."""
+    """where: [k] bin of every document; largest: the objective; bound: no assignment is better."""
 
     where: np.ndarray
     largest: float
