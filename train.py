@@ -45,8 +45,10 @@ from torchtitan_wlb.parallelisms.distributed import (
     set_timeouts,
 )
 from torchtitan_wlb.parallelisms.parallelize_llama import parallelize_llama
-from torchtitan_wlb.parallelisms.pipeline_llama import Pipeline, my_stages, split_layers
+from torchtitan_wlb.parallelisms.pipeline_llama import Pipeline, my_stages, split_layers, stage_costs
+from torchtitan_wlb.parallelisms.varlen_stage import schedule_actions
 from torchtitan_wlb.profiling import maybe_memory_snapshot, maybe_profile
+from torchtitan_wlb.simulation.step_time import StepModel
 
 COMPARED_STEPS = 300  # at most so many steps are planned again with `plain` for the closing line
 
@@ -118,6 +120,28 @@ def main(config: JobConfig) -> None:
     device = select_device()
     dtype = getattr(torch, training.mixed_precision_param)
     kernel = select_kernel(device.type, dtype, config.model.attention)
+    stages = split_layers(
+        model_args.n_layers,
+        n_stages,
+        layer_cost=model_args.layer_flops_per_token + model_args.layer_flops_per_pair * training.seq_len / 2,
+        head_cost=model_args.head_flops_per_token(model_args.vocab_size),
+        embedding_cost=model_args.embedding_cost(),
+    )
+    actions = schedule_actions(
+        parallelism.pipeline_parallel_schedule,
+        dims.pp,
+        settings.n // dims.dp,
+        parallelism.pipeline_parallel_stages_per_rank,
+    )
+    ac = config.activation_checkpoint
+    costs = stage_costs(
+        model_args,
+        stages,
+        recomputed={"none": 0.0, "selective": 1 / ac.selective_every, "full": 1.0}[ac.mode],
+        link=DEVICES[cost_device].link,
+        latency=DEVICES[cost_device].latency,
+        bytes_per_token=model_args.dim * dtype.itemsize / (dims.cp * dims.tp),
+    )
     layout = Layout(
         dp=dims.dp,
         dp_rank=my["dp"],
@@ -134,6 +158,7 @@ def main(config: JobConfig) -> None:
             tp=dims.tp,
             bytes_per_value=dtype.itemsize,
         ),
+        step_model=StepModel(actions, costs),
     )
     dataset = StepDataset(documents, settings, layout, run_state["planner"] if run_state else None)
     steps = iter(build_dataloader(dataset, training.num_workers, pin_memory=device.type == "cuda"))
@@ -155,13 +180,6 @@ def main(config: JobConfig) -> None:
     logger.info(f"{dims} on {device.type}; {settings.describe()}")
 
     # The model: this rank's stages on the meta device, made parallel, then filled in place.
-    stages = split_layers(
-        model_args.n_layers,
-        n_stages,
-        layer_cost=model_args.layer_flops_per_token + model_args.layer_flops_per_pair * training.seq_len / 2,
-        head_cost=model_args.head_flops_per_token(model_args.vocab_size),
-        embedding_cost=model_args.embedding_cost(),
-    )
     reshard = {"always": True, "never": False, "default": dims.pp == 1}[parallelism.reshard_after_forward]
     models: list[torch.nn.Module] = []
     for i in stage_indices:
@@ -181,8 +199,8 @@ def main(config: JobConfig) -> None:
             kernel=kernel,
             param_dtype=dtype,
             reduce_dtype=getattr(torch, training.mixed_precision_reduce),
-            ac_mode=config.activation_checkpoint.mode,
-            ac_every=config.activation_checkpoint.selective_every,
+            ac_mode=ac.mode,
+            ac_every=ac.selective_every,
             compile=config.compile.enable,
             recompute_kv=config.context_parallel.recompute_kv,
             reshard_after_forward=reshard,
@@ -200,7 +218,7 @@ def main(config: JobConfig) -> None:
         models,
         stage_indices=stage_indices,
         n_stages=n_stages,
-        schedule=parallelism.pipeline_parallel_schedule,
+        actions=actions,
         n_micro_batches=settings.n // dims.dp,
         mesh=mesh,
         device=device,
@@ -264,6 +282,7 @@ def main(config: JobConfig) -> None:
                 loss if layout.counts_loss else torch.zeros_like(loss),
                 batch.plan_hash,
                 cp_work=batch.cp_work,
+                step_seconds=batch.step_time.seconds,
                 kinds=batch.cp_sharding,
                 counts=my["pp"] == my["cp"] == my["tp"] == 0,
                 all_kinds=("whole", *KINDS),
@@ -275,6 +294,9 @@ def main(config: JobConfig) -> None:
                 "lr": lr,
                 **batch.stats,
                 "imbalance_cp": sums.cp_work_max / sums.cp_work_mean,
+                "imbalance_dp": sums.step_seconds_max / sums.step_seconds_mean,
+                "predicted_step_time_s": sums.step_seconds_max,
+                "bubble": batch.step_time.bubble,
                 "cp_sharding": sums.sharding,
                 "data_hash": batch.plan_hash,
             }

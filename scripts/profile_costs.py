@@ -39,6 +39,7 @@ from torchtitan_wlb.packing.profile import build_cost_model, detect_device
 from torchtitan_wlb.packing.settings import resolve_settings
 from torchtitan_wlb.packing.simulate import measure
 from torchtitan_wlb.packing.tuning import tune
+from torchtitan_wlb.simulation.step_time import without_pipelining
 
 MIN_SECONDS, MIN_RUNS = 0.2, 3  # per measurement
 
@@ -129,7 +130,10 @@ def check(config: JobConfig, profile: str, args: ModelArgs, tokenizer: Tokenizer
     model = Transformer(args, n_ids=tokenizer.n_ids, max_position=t.seq_len).to(device)
     model.init_weights(0, device)
     unused = analytic_kernel_cost(DEVICES["cpu"], 1.0, 1.0)  # one rank has nothing to choose
-    layout = Layout(dp=1, dp_rank=0, cp=1, cp_rank=0, tp=1, tp_rank=0, sharding="adaptive", kernel_cost=unused)
+    layout = Layout(
+        dp=1, dp_rank=0, cp=1, cp_rank=0, tp=1, tp_rank=0, sharding="adaptive", kernel_cost=unused,
+        step_model=without_pipelining(1),
+    )  # fmt: skip
     rows = []
     for plan in planner(replace(wlb, strategy="plain")):  # different work in every micro-batch
         for b in range(4):

@@ -1,5 +1,6 @@
 """Train one step in a layout with the code that train.py uses, and write down what every rank saw."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,10 +19,11 @@ from torchtitan_wlb.parallelisms.distributed import clip_grad_norm, gather_step
 from torchtitan_wlb.parallelisms.parallel_dims import ParallelDims
 from torchtitan_wlb.parallelisms.parallelize_llama import parallelize_llama
 from torchtitan_wlb.parallelisms.pipeline_llama import Pipeline, my_stages, split_layers
+from torchtitan_wlb.parallelisms.varlen_stage import schedule_actions
 
 N_IDS = 259
 KERNEL_COST = analytic_kernel_cost(DEVICES["cpu"], 1.0, 1.0)
-ARGS = ModelArgs(dim=64, n_layers=5, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=384)
+ARGS = ModelArgs(dim=64, n_layers=8, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=384)
 MAX_POSITION, MULTIPLE, LOSS_CHUNK, SEED = 256, 12, 48, 7
 
 
@@ -40,6 +42,8 @@ class Case:
     sharding: str = "per_document"
     ac_mode: str = "none"
     recompute_kv: bool = False
+    stages_per_rank: int = 2
+    compile: bool = False
 
     @property
     def dims(self) -> ParallelDims:
@@ -81,7 +85,7 @@ def run_case(case: Case, documents, flip: tuple[int, int] | None, out: Path) -> 
     rank = dist.get_rank()
     my = dims.coordinates(rank)
     mesh, cp_group = dims.build_mesh("cpu"), dims.build_cp_group()
-    n_stages, mine = my_stages(my["pp"], dims.pp, case.schedule, 2)
+    n_stages, mine = my_stages(my["pp"], dims.pp, case.schedule, case.stages_per_rank)
     stages = split_layers(ARGS.n_layers, n_stages, 1.0, 0.5)
     models = []
     for i in mine:
@@ -90,13 +94,13 @@ def run_case(case: Case, documents, flip: tuple[int, int] | None, out: Path) -> 
         parallelize_llama(
             model, mesh, dims, cp_group,
             kernel=SDPA, param_dtype=torch.float32, reduce_dtype=torch.float32,
-            ac_mode=case.ac_mode, recompute_kv=case.recompute_kv, reshard_after_forward=dims.pp == 1,
+            ac_mode=case.ac_mode, compile=case.compile, recompute_kv=case.recompute_kv, reshard_after_forward=dims.pp == 1,
         )  # fmt: skip
         model.to_empty(device=device)
         model.init_weights(SEED, device)
         models.append(model)
     pipeline = Pipeline(
-        models, stage_indices=mine, n_stages=n_stages, schedule=case.schedule, n_micro_batches=case.m,
+        models, stage_indices=mine, n_stages=n_stages, actions=schedule_actions(case.schedule, dims.pp, case.m, case.stages_per_rank), n_micro_batches=case.m,
         mesh=mesh, device=device, dtype=torch.float32, dim=ARGS.dim, tp=dims.tp,
     )  # fmt: skip
 
@@ -114,7 +118,7 @@ def run_case(case: Case, documents, flip: tuple[int, int] | None, out: Path) -> 
     n_targets = sum(int((labels != -100).sum()) for _, labels in documents)
     saved = {"hidden": [], "owners": [], "gradients": {}}
 
-    def step(docs) -> torch.Tensor:
+    def step(docs, run=pipeline.forward_backward) -> torch.Tensor:
         micro_batches, owners = [], []
         for number, group in enumerate(my_groups):
             lengths = [len(docs[i][0]) for i in group]
@@ -125,36 +129,44 @@ def run_case(case: Case, documents, flip: tuple[int, int] | None, out: Path) -> 
                 pack_documents([docs[i][0] for i in group], [docs[i][1] for i in group], plan, my["cp"])
             )
             # (document, position) of every local token under sequence parallelism; -1 for padding
-            owner = np.concatenate(
-                [[(i, t) for i, d in zip(group, lengths) for t in range(d)], np.full((total - sum(lengths), 2), -1)]
-            )
+            real = [(i, t) for i, d in zip(group, lengths) for t in range(d)]
+            owner = np.array(real + [(-1, -1)] * (total - sum(lengths)))
             owners.append(owner[plan.token_index(my["cp"])].reshape(dims.tp, -1, 2)[my["tp"]])
         hidden.clear()
-        loss = pipeline.forward_backward(micro_batches, 1.0 / n_targets)
+        loss = run(micro_batches, 1.0 / n_targets)
         if hidden:
             saved["hidden"].append(list(hidden))
             saved["owners"] = owners
         return loss
 
-    loss = step(documents)
+    def total(share: torch.Tensor) -> float:
+        """The loss over all ranks."""
+        counted = share if my["tp"] == 0 else torch.zeros_like(share)
+        return gather_step(counted, "0" * 12, (1.0, 1.0), 1.0, {}, counts=True, all_kinds=()).loss
+
+    def forget_gradients() -> None:
+        for p in parameters.values():
+            p.grad = None
+
     parameters = {name: p for model in models for name, p in model.named_parameters()}
+    # A step like that of train.py: not the first one, and right after a validation.
+    step(documents)
+    forget_gradients()
+    saved["validation_loss"] = total(step(documents, pipeline.evaluate))
+    saved.update(hidden=[], owners=[])
+    saved["loss"] = total(step(documents))
     for name, p in parameters.items():
         assert p.grad is not None, f"{case.name}: rank {rank} has no gradient for {name}"
         full = p.grad.full_tensor()
         if my["dp"] == my["cp"] == my["tp"] == 0:
-            saved["gradients"][name.replace("_checkpoint_wrapped_module.", "")] = full
+            saved["gradients"][re.sub(r"_checkpoint_wrapped_module\.|_orig_mod\.", "", name)] = full
     saved["grad_norm"] = clip_grad_norm(list(parameters.values()), 0.0, device).item()
-    counted = loss if my["tp"] == 0 else torch.zeros_like(loss)
-    saved["loss"] = gather_step(counted, "0" * 12, (1.0, 1.0), {}, counts=True, all_kinds=()).loss
-    for p in parameters.values():
-        p.grad = None
+    forget_gradients()
     if flip is not None:
         tokens = documents[flip[0]][0].copy()
         tokens[flip[1]] = (tokens[flip[1]] + 1) % N_IDS
         step([(tokens, d[1]) if i == flip[0] else d for i, d in enumerate(documents)])
     torch.save(saved, out / f"{case.name}-{rank}.pt")
-    for p in parameters.values():
-        p.grad = None
 
 
 def run_cases(cases: list[Case], flip, out: Path) -> None:

@@ -28,6 +28,7 @@ CASES = {
         Case("pp2-interleavedzb", pp=2, m=4, schedule="InterleavedZeroBubble"),
         Case("pp2-zbv", pp=2, m=4, schedule="ZBVZeroBubble"),
         Case("pp2-dualpipev", pp=2, m=5, schedule="DualPipeV"),
+        Case("pp2-zbv-ac", pp=2, m=4, schedule="ZBVZeroBubble", ac_mode="full"),
     ],
     4: [
         Case("hsdp2x2", dp_replicate=2, dp_shard=2),
@@ -37,6 +38,14 @@ CASES = {
         Case("cp4-hybrid", cp=4, sharding="hybrid"),
         Case("pp2cp2-alternating", pp=2, cp=2, m=4, sharding="alternating"),
         Case("pp4", pp=4, m=5),
+        Case("pp4-gpipe", pp=4, m=4, schedule="GPipe"),
+        Case("pp4-interleaved", pp=4, m=4, schedule="Interleaved1F1B"),
+        Case("pp4-loopedbfs", pp=4, m=4, schedule="LoopedBFS"),
+        Case("pp4-interleavedzb", pp=4, m=4, schedule="InterleavedZeroBubble"),
+        Case("pp4-zb", pp=4, m=4, schedule="InterleavedZeroBubble", stages_per_rank=1),
+        Case("pp4-zbv", pp=4, m=4, schedule="ZBVZeroBubble"),
+        Case("pp4-dualpipev", pp=4, m=8, schedule="DualPipeV"),
+        Case("pp2cp2-zbv", pp=2, cp=2, m=4, schedule="ZBVZeroBubble"),
         Case("pp2cp2", pp=2, cp=2, m=4),
         Case("dp2cp2", dp_shard=2, cp=2),
         Case("tp2cp2", tp=2, cp=2),
@@ -90,6 +99,7 @@ def test_gradients_equal_the_reference(results, truth, name):
     norm = sum(g.square().sum() for g in exact.values()).sqrt().item()
     for rank in ranks:
         assert rank["loss"] == pytest.approx(loss, rel=2e-6)
+        assert rank["validation_loss"] == pytest.approx(loss, rel=2e-6)
         assert rank["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 

@@ -28,6 +28,8 @@ KEYS = [
     "imbalance_micro_batch",
     "imbalance_cp",
     "imbalance_dp",
+    "predicted_step_time_s",
+    "bubble",
     "delay_mean_steps",
     "delay_max_steps",
     "queue_docs",

@@ -14,6 +14,7 @@ from torchtitan_wlb.data.sources import read_functions, synthetic_lengths
 from torchtitan_wlb.data.tokenizer import Tokenizer
 from torchtitan_wlb.packing.cost_model import DEVICES
 from torchtitan_wlb.packing.spans import as_spans
+from torchtitan_wlb.simulation.step_time import without_pipelining
 
 BYTES = Tokenizer("bytes", add_bos=True, add_eos=True)
 
@@ -205,7 +206,17 @@ def test_finite_epochs_end():
 def test_micro_batch_of_hand_written_documents(folder, tmp_path):
     d = Documents([spec("text", folder)], [1.0], BYTES, str(tmp_path / "cache"))
     unused = analytic_kernel_cost(DEVICES["cpu"], 1.0, 1.0)
-    layout = Layout(dp=1, dp_rank=0, cp=1, cp_rank=0, tp=1, tp_rank=0, sharding="adaptive", kernel_cost=unused)
+    layout = Layout(
+        dp=1,
+        dp_rank=0,
+        cp=1,
+        cp_rank=0,
+        tp=1,
+        tp_rank=0,
+        sharding="adaptive",
+        kernel_cost=unused,
+        step_model=without_pipelining(1),
+    )
     mb = build_micro_batch(as_spans([(0, 0, 7, 1), (3, 0, 3, 1)]), d, layout, multiple=4)
     assert mb.tokens.tolist() == [[256, *b"hello", 257, 256, *"ü".encode(), 0, 0]]
     i = IGNORE_INDEX

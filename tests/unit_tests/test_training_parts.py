@@ -65,7 +65,7 @@ def test_clipping(one_rank):
 
 
 def test_step_sums(one_rank):
-    sums = gather_step(torch.tensor(2.5), "ffffffffffff", (3.0, 2.0), {"a": 2}, counts=True, all_kinds=("a", "b"))
+    sums = gather_step(torch.tensor(2.5), "ffffffffffff", (3.0, 2.0), 4.0, {"a": 2}, counts=True, all_kinds=("a", "b"))
     assert (sums.loss, sums.cp_work_max, sums.cp_work_mean, sums.sharding) == (2.5, 3.0, 2.0, {"a": 2})
     check_agreement({"x": "1"})
 

@@ -6,6 +6,7 @@ the last step it trained, so a resume may change the number of workers or the la
 for that: a stateful loader would tie its state to the worker count.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,10 +16,10 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from torchtitan_wlb.data.documents import Documents
 from torchtitan_wlb.data.micro_batch import Layout, MicroBatch, build_micro_batch, padded_length
-from torchtitan_wlb.packing.cost_model import imbalance
 from torchtitan_wlb.packing.packers import deal
 from torchtitan_wlb.packing.planner import StepPlan, StepPlanner
 from torchtitan_wlb.packing.settings import PackingSettings
+from torchtitan_wlb.simulation.step_time import StepTime
 
 
 @dataclass
@@ -31,6 +32,7 @@ class StepBatch:
         plan_hash: hash of the plan, equal on all ranks.
         stats: plan statistics for the log, over all ranks.
         cp_work: predicted seconds of the (slowest, average) context-parallel rank, summed over these micro-batches.
+        step_time: predicted step of this data-parallel rank.
         cp_sharding: {shard plan: number} of these micro-batches.
         state: planner state after this step.
     """
@@ -40,6 +42,7 @@ class StepBatch:
     plan_hash: str
     stats: dict
     cp_work: tuple[float, float]
+    step_time: StepTime
     cp_sharding: dict[str, int]
     state: dict
 
@@ -80,16 +83,17 @@ class StepDataset(IterableDataset):
             build_micro_batch(plan.micro_batch(b), documents, layout, s.seq_len_multiple, int(plan.padded[b]))
             for b in hands[layout.dp_rank]
         ]
-        kinds: dict[str, int] = {}
-        slowest = average = 0.0
-        for mb in micro_batches:
-            kinds[mb.attention.kind] = kinds.get(mb.attention.kind, 0) + 1
-            # Costs are those of the average rank; attention of the slowest one takes longer.
-            attention, linear = float(s.cost.attention(np.array(mb.lengths)).sum()), s.cost.token_cost * mb.n_tokens
-            slowest += attention * mb.cp_attention[0] / mb.cp_attention[1] + linear
-            average += attention + linear
+        kinds = Counter(mb.attention.kind for mb in micro_batches)
+        # Costs are those of the average context-parallel rank; attention of the slowest one takes longer.
+        average = np.array([s.cost.attention(np.array(mb.lengths)).sum() for mb in micro_batches])
+        slowest = average * [mb.cp_attention[0] / mb.cp_attention[1] for mb in micro_batches]
+        tokens = np.array([mb.n_tokens for mb in micro_batches])
+        linear = s.cost.token_cost * tokens + s.cost.fixed_cost
+        order = list(range(len(micro_batches)))
+        if s.balances and layout.step_model.n_ranks > 1:
+            order = layout.step_model.choose_order(slowest, linear, tokens)
         return StepBatch(
-            micro_batches=micro_batches,
+            micro_batches=[micro_batches[i] for i in order],
             n_targets=documents.count_targets(plan.spans),
             plan_hash=plan.hash(),
             stats={
@@ -98,7 +102,6 @@ class StepDataset(IterableDataset):
                 "attended_pairs": plan.attended_pairs,
                 "pad_fraction": 1 - plan.tokens / sum(padded),
                 "imbalance_micro_batch": plan.imbalance,
-                "imbalance_dp": imbalance([plan.work[hand].sum() for hand in hands]),
                 "delay_mean_steps": plan.delay[0],
                 "delay_max_steps": plan.delay[1],
                 "queue_docs": plan.waiting[0],
@@ -106,8 +109,9 @@ class StepDataset(IterableDataset):
                 "queue_age_max_steps": plan.waiting[2],
                 "plan_ms": plan.seconds * 1e3,
             },
-            cp_work=(slowest, average),
-            cp_sharding=kinds,
+            cp_work=(float((slowest + linear).sum()), float((average + linear).sum())),
+            step_time=layout.step_model.predict(slowest[order], linear[order], tokens[order]),
+            cp_sharding=dict(kinds),
             state=plan.state,
         )
 

@@ -16,6 +16,7 @@ from torchtitan_wlb.context_parallel.selection import attention_seconds, choose_
 from torchtitan_wlb.context_parallel.shard_plan import ShardPlan
 from torchtitan_wlb.packing.spans import ID, START, STOP
 from torchtitan_wlb.packing.spans import lengths as span_lengths
+from torchtitan_wlb.simulation.step_time import StepModel
 
 if TYPE_CHECKING:  # attention needs this file, but not the packages that read documents
     from torchtitan_wlb.data.documents import Documents
@@ -153,7 +154,8 @@ def pack_documents(tokens: list[np.ndarray], labels: list[np.ndarray], plan: Sha
 
 @dataclass(frozen=True)
 class Layout:
-    """What of the layout the loader must know: degrees, my coordinates, how micro-batches are sharded."""
+    """What of the layout the loader must know: degrees, my coordinates, how micro-batches are sharded over
+    context-parallel ranks and how long the pipeline takes for them."""
 
     dp: int
     dp_rank: int
@@ -163,6 +165,7 @@ class Layout:
     tp_rank: int
     sharding: str
     kernel_cost: KernelCost
+    step_model: StepModel
 
     @property
     def counts_loss(self) -> bool:

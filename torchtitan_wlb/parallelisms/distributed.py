@@ -71,6 +71,8 @@ class StepSums:
     loss: float
     cp_work_max: float
     cp_work_mean: float
+    step_seconds_max: float
+    step_seconds_mean: float
     sharding: dict[str, int]
 
 
@@ -78,6 +80,7 @@ def gather_step(
     loss: torch.Tensor,
     plan_hash: str,
     cp_work: tuple[float, float],
+    step_seconds: float,
     kinds: dict[str, int],
     counts: bool,
     all_kinds: tuple[str, ...],
@@ -87,14 +90,14 @@ def gather_step(
     Args:
         loss: this rank's share of the mean loss, to be counted once over tensor-parallel ranks (0 elsewhere).
         plan_hash: 12 hex digits (48 bits are exact in fp64).
-        cp_work, kinds: of this rank's micro-batches; counted where `counts` (one rank per data-parallel rank).
+        cp_work, step_seconds, kinds: of this rank's step; counted where `counts` (one rank per data-parallel rank).
         all_kinds: the names that kinds may have.
 
     Raises:
         RuntimeError: naming the ranks whose plan differs from rank 0's.
     """
-    row = [float(int(plan_hash, 16))]
-    row += [*cp_work, *(kinds.get(k, 0) for k in all_kinds)] if counts else [0.0] * (2 + len(all_kinds))
+    counted = [1.0, *cp_work, step_seconds, *(kinds.get(k, 0) for k in all_kinds)]
+    row = [float(int(plan_hash, 16)), *(x if counts else 0.0 for x in counted)]
     mine = torch.cat([loss.double().reshape(1), torch.tensor(row, dtype=torch.float64, device=loss.device)])
     table = mine.new_empty(dist.get_world_size() * len(mine))
     all_gather(table, mine)
@@ -104,8 +107,15 @@ def gather_step(
         raise RuntimeError(
             f"Step plans differ: rank(s) {different} did not plan what rank 0 planned ({plan_hash} here)"
         )
-    sums = rows.sum(0).tolist()
-    return StepSums(sums[0], sums[2], sums[3], {k: int(n) for k, n in zip(all_kinds, sums[4:]) if n})
+    total, _, n, slowest, average, seconds, *sharding = rows.sum(0).tolist()
+    return StepSums(
+        loss=total,
+        cp_work_max=slowest,
+        cp_work_mean=average,
+        step_seconds_max=rows[:, 5].max().item(),
+        step_seconds_mean=seconds / n,
+        sharding={k: int(n) for k, n in zip(all_kinds, sharding) if n},
+    )
 
 
 @torch.no_grad()

@@ -2,9 +2,6 @@
 
 Without pipelining the same `forward_backward` accumulates gradients over the micro-batches, with one reduction at the
 last.
-
-Private API, torch 2.13: `_step_microbatches` (the public `step` splits one batch into equal micro-batches) and
-`_has_backward` (the public `eval` goes through `step`).
 """
 
 import contextlib
@@ -13,10 +10,12 @@ from itertools import pairwise
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining.schedules import get_schedule_class
 
 from torchtitan_wlb.data.micro_batch import MicroBatch
-from torchtitan_wlb.parallelisms.parallel_dims import LOOPED_SCHEDULES, V_SCHEDULES, count_stages
+from torchtitan_wlb.models.llama import ModelArgs
+from torchtitan_wlb.parallelisms.parallel_dims import V_SCHEDULES, count_stages
+from torchtitan_wlb.parallelisms.varlen_stage import VarlenSchedule, VarlenStage
+from torchtitan_wlb.simulation.step_time import Action, StageCosts
 
 
 def split_layers(
@@ -41,6 +40,26 @@ def split_layers(
     return [range(a, b) for a, b in pairwise(starts)]
 
 
+def stage_costs(
+    args: ModelArgs, stages: list[range], *, recomputed: float, link: float, latency: float, bytes_per_token: float
+) -> StageCosts:
+    """Shares of the work of every stage, for the time model.
+
+    Args:
+        stages: layers of every stage.
+        recomputed: share of the blocks under activation checkpointing.
+        link, latency: bytes/s and least seconds of a transfer. bytes_per_token: of the activations between stages.
+    """
+    layer, head = args.layer_flops_per_token, args.head_flops_per_token(args.vocab_size)
+    linear = [len(r) * layer + (head if i == len(stages) - 1 else 0.0) for i, r in enumerate(stages)]
+    return StageCosts(
+        attention=tuple(len(r) / args.n_layers for r in stages),
+        linear=tuple(x / sum(linear) for x in linear),
+        recomputed=recomputed,
+        transfer=(latency, bytes_per_token / link),
+    )
+
+
 def my_stages(pp_rank: int, pp: int, schedule: str, stages_per_rank: int) -> tuple[int, list[int]]:
     """(number of stages, indices of those on a pipeline rank); see LOOPED_SCHEDULES and V_SCHEDULES."""
     n_stages = count_stages(schedule, pp, stages_per_rank)
@@ -55,7 +74,7 @@ class Pipeline:
     Args:
         models: this rank's parallelised stages (one, the whole model, without pipelining).
         stage_indices, n_stages: which stages they are.
-        schedule: name of a torch.distributed.pipelining schedule.
+        actions: the schedule, see varlen_stage.schedule_actions; not used without pipelining.
         n_micro_batches: M of every step.
         mesh: the device mesh; its `pp` dimension is used.
         device, dtype, dim, tp: of the activations between stages.
@@ -67,7 +86,7 @@ class Pipeline:
         *,
         stage_indices: list[int],
         n_stages: int,
-        schedule: str,
+        actions: list[list[Action]],
         n_micro_batches: int,
         mesh: DeviceMesh,
         device: torch.device,
@@ -76,22 +95,11 @@ class Pipeline:
         tp: int,
     ):
         self.models, self._tp = models, tp
-        self.has_loss = n_stages - 1 in stage_indices
         self._schedule = None
         if mesh["pp"].size() > 1:
-            from torchtitan_wlb.parallelisms.varlen_stage import VarlenStage
-
             group = mesh["pp"].get_group()
-            self._stages = [
-                VarlenStage(m, i, n_stages, device, dtype, dim, group) for m, i in zip(models, stage_indices)
-            ]
-            # The stage returns the scaled loss itself; gradients are already sums.
-            self._schedule = get_schedule_class(schedule)(
-                self._stages if schedule in LOOPED_SCHEDULES + V_SCHEDULES else self._stages[0],
-                n_microbatches=n_micro_batches,
-                loss_fn=_identity,
-                scale_grads=False,
-            )
+            stages = [VarlenStage(m, i, n_stages, device, dtype, dim, group) for m, i in zip(models, stage_indices)]
+            self._schedule = VarlenSchedule(stages, actions, n_micro_batches)
 
     def forward_backward(self, micro_batches: list[MicroBatch], loss_scale: float) -> torch.Tensor:
         """Gradients of the step, accumulated into the parameters.
@@ -106,24 +114,19 @@ class Pipeline:
         """
         if self._schedule is None:
             return self._accumulate(micro_batches, loss_scale)
-        losses: list[torch.Tensor] = []
-        self._run_schedule(micro_batches, loss_scale, losses)
+        return self._run(micro_batches, loss_scale, backward=True)
+
+    def _run(self, micro_batches: list[MicroBatch], loss_scale: float, backward: bool) -> torch.Tensor:
+        assert self._schedule is not None
+        losses = self._schedule.run(
+            [mb.tokens for mb in micro_batches],
+            [mb.labels for mb in micro_batches],
+            [_kwargs(mb, loss_scale) for mb in micro_batches],
+            [mb.tokens.shape[1] // self._tp for mb in micro_batches],
+            backward,
+        )
         device = micro_batches[0].tokens.device
         return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=device)
-
-    def _run_schedule(self, micro_batches: list[MicroBatch], loss_scale: float, losses: list[torch.Tensor]) -> None:
-        assert self._schedule is not None
-        for stage in self._stages:
-            stage.has_backward = self._schedule._has_backward
-            stage.clear_runtime_states()
-            stage.set_lengths([mb.tokens.shape[1] // self._tp for mb in micro_batches])
-        self._schedule._step_microbatches(
-            [(mb.tokens,) for mb in micro_batches],
-            [_kwargs(mb, loss_scale) for mb in micro_batches],
-            [mb.labels for mb in micro_batches],
-            losses if self.has_loss else None,
-            return_outputs=False,
-        )
 
     def _accumulate(self, micro_batches: list[MicroBatch], loss_scale: float) -> torch.Tensor:
         (model,) = self.models
@@ -139,18 +142,11 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, micro_batches: list[MicroBatch], loss_scale: float) -> torch.Tensor:
-        """This rank's share of the mean loss, forward only. Call between steps, never inside one: the schedule
-        initialises its stages anew."""
+        """This rank's share of the mean loss, forward only."""
         with _evaluation(self.models):
             if self._schedule is None:
                 return torch.stack([self.models[0](mb.tokens, **_kwargs(mb, loss_scale)) for mb in micro_batches]).sum()
-            losses: list[torch.Tensor] = []
-            self._schedule._has_backward = False
-            try:
-                self._run_schedule(micro_batches, loss_scale, losses)
-            finally:
-                self._schedule._has_backward = True
-            return torch.stack(losses).sum() if losses else torch.zeros((), device=micro_batches[0].tokens.device)
+            return self._run(micro_batches, loss_scale, backward=False)
 
 
 @contextlib.contextmanager
@@ -162,10 +158,6 @@ def _evaluation(models: list[nn.Module]):
     finally:
         for m in models:
             m.train()
-
-
-def _identity(loss: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    return loss
 
 
 def _kwargs(mb: MicroBatch, loss_scale: float) -> dict:

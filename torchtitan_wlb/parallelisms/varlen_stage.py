@@ -1,21 +1,39 @@
-"""A pipeline stage for micro-batches of different length.
+"""Pipeline schedules for micro-batches of different length.
 
 torch.distributed.pipelining infers one shape from the first micro-batch and allocates receive buffers of that shape for
 all. Here the length of every micro-batch is known from the plan on every rank, so nothing is inferred or exchanged:
-before a step `set_lengths` describes the buffers, and each is allocated when its transfer starts and dropped after its
-backward.
+before a step `VarlenStage.set_lengths` describes the buffers, and each is allocated when its transfer starts and
+dropped after its backward.
 
-Private API, torch 2.13: `_prepare_forward_infra`, `_prepare_backward_infra` and `_post_metadata_inference_cleanup`
-(called by the schedule once, and again after a switch between training and evaluation), `_RecvInfo`, `_StageMeta`,
-`_get_recv_ops`.
+Every schedule is a list of actions for every rank (`schedule_actions`), executed by one runtime that posts receives
+early and never waits for a send: a rank is late only when its input is. The same lists feed the time model
+(simulation/step_time.py).
+
+Private API, torch 2.13, all of it in this file: `_prepare_forward_infra`, `_prepare_backward_infra` and
+`_post_metadata_inference_cleanup` (called by the schedule at its first step), `_RecvInfo`, `_StageMeta`,
+`_get_recv_ops`; `_PipelineScheduleRuntime`, `_prepare_schedule_with_comms`, `_Action`, `_step_microbatches` (the public
+`step` splits one batch into equal micro-batches), `_has_backward` (the public `eval` goes through `step`).
 """
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import extract_tensor_meta, extract_tensor_metas
+from torch.distributed.pipelining.schedules import (
+    _Action,
+    _ComputationType,
+    _PipelineScheduleRuntime,
+    get_schedule_class,
+)
 from torch.distributed.pipelining.stage import _RecvInfo
+
+from torchtitan_wlb.parallelisms.parallel_dims import count_stages
+from torchtitan_wlb.simulation.step_time import Action
 
 
 class VarlenStage(PipelineStage):
@@ -91,3 +109,113 @@ class VarlenStage(PipelineStage):
 
     def _post_metadata_inference_cleanup(self) -> None:
         return None
+
+
+_KINDS = {
+    _ComputationType.FORWARD: "F",
+    _ComputationType.FULL_BACKWARD: "B",
+    _ComputationType.BACKWARD_INPUT: "I",
+    _ComputationType.BACKWARD_WEIGHT: "W",
+}
+_TYPES = {kind: type for type, kind in _KINDS.items()}
+_FORWARD_HALF = (
+    _ComputationType.UNSHARD,
+    _ComputationType.RESHARD,
+    _ComputationType.RECV_F,
+    _ComputationType.FORWARD,
+    _ComputationType.SEND_F,
+)
+
+
+def schedule_actions(schedule: str, pp: int, m: int, stages_per_rank: int = 2) -> list[list[Action]]:
+    """What every pipeline rank computes in which order: (kind, stage, micro-batch), see simulation/step_time.py.
+
+    Args:
+        schedule: name of a torch.distributed.pipelining schedule.
+        pp, m: pipeline ranks and micro-batches, legal for the schedule (parallel_dims.schedule_problem).
+        stages_per_rank: of the looped schedules.
+    """
+    if schedule in ("GPipe", "1F1B") or pp == 1:
+        return [_one_stage_actions(schedule, pp, rank, m) for rank in range(pp)]
+    # A schedule writes down the lists of all ranks from the number of stages alone: no process group is needed.
+    n_stages = count_stages(schedule, pp, stages_per_rank)
+    stages = [
+        SimpleNamespace(stage_index=i, num_stages=n_stages, group_size=pp, group_rank=0, submod=None)
+        for i in range(n_stages // pp)
+    ]
+    order = get_schedule_class(schedule)(stages, n_microbatches=m, loss_fn=identity).pipeline_order
+    return [list(_flatten(order[rank])) for rank in range(pp)]
+
+
+def _one_stage_actions(schedule: str, pp: int, rank: int, m: int) -> list[Action]:
+    """GPipe: all forwards first. 1F1B: as many as there are ranks from here on, then one backward for one forward."""
+    ahead = m if schedule == "GPipe" and pp > 1 else min(m, pp - rank)
+    actions: list[Action] = [("F", rank, i) for i in range(ahead)]
+    for i in range(m):
+        actions.append(("B", rank, i))
+        if ahead + i < m:
+            actions.append(("F", rank, ahead + i))
+    return actions
+
+
+def _flatten(actions: list[_Action | None]) -> Iterator[Action]:
+    for a in actions:
+        if a is not None:
+            # DualPipeV names pairs of forward and backward that a GPU may overlap; one after the other here.
+            for part in a.sub_actions or (a,):
+                yield _KINDS[part.computation_type], part.stage_index, cast(int, part.microbatch_index)
+
+
+def identity(loss: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    """Loss function of a schedule: the last stage returns the scaled loss itself."""
+    return loss
+
+
+class VarlenSchedule(_PipelineScheduleRuntime):
+    """Runs a list of actions for every rank over VarlenStages.
+
+    Args:
+        stages: of this rank.
+        actions: of all ranks.
+        n_micro_batches: M of every step.
+    """
+
+    def __init__(self, stages: list[VarlenStage], actions: list[list[Action]], n_micro_batches: int):
+        # Gradients are sums already: the loss is divided by the valid labels of the whole step.
+        super().__init__(stages, n_micro_batches, loss_fn=identity, scale_grads=False)
+        self._prepare_schedule_with_comms(
+            {rank: [_Action(s, _TYPES[kind], i) for kind, s, i in each] for rank, each in enumerate(actions)}
+        )
+        self._training = self.pipeline_order_with_comms
+        self._evaluation = {
+            rank: [a for a in each if a.computation_type in _FORWARD_HALF] for rank, each in self._training.items()
+        }
+
+    def run(
+        self,
+        tokens: list[torch.Tensor],
+        labels: list[torch.Tensor],
+        kwargs: list[dict],
+        lengths: list[int],
+        backward: bool,
+    ) -> list[torch.Tensor]:
+        """One step, or the forward half of one.
+
+        Args:
+            tokens, labels: [1, T/CP] of every micro-batch. kwargs: what every stage gets beside the activations.
+            lengths: T/CP/TP of every micro-batch.
+
+        Returns:
+            The losses of the micro-batches on the rank of the last stage, [] elsewhere.
+        """
+        self._has_backward = backward
+        self.pipeline_order_with_comms = self._training if backward else self._evaluation
+        for stage in self._stages:
+            stage.has_backward = backward
+            stage.clear_runtime_states()
+            stage.set_lengths(lengths)
+        losses: list[torch.Tensor] = []
+        has_loss = any(stage.is_last for stage in self._stages)
+        arguments = [(t,) for t in tokens]
+        self._step_microbatches(arguments, kwargs, labels, losses if has_loss else None, return_outputs=False)
+        return losses
