@@ -22,15 +22,14 @@ from torchtitan_wlb.config import ConfigError, JobConfig
 from torchtitan_wlb.config_checks import batch_problems, settings_without_effect, validate
 from torchtitan_wlb.config_manager import exit_on_config_error, load_config
 from torchtitan_wlb.context_parallel.kernel_cost import build_kernel_cost
-from torchtitan_wlb.context_parallel.selection import KINDS
 from torchtitan_wlb.data.dataloader import StepDataset, build_dataloader, make_planner
 from torchtitan_wlb.data.documents import Documents, load_documents
 from torchtitan_wlb.data.micro_batch import Layout
 from torchtitan_wlb.data.tokenizer import Tokenizer
 from torchtitan_wlb.logger import init_logger, logger
-from torchtitan_wlb.metrics import MetricLogger, peak_flops
+from torchtitan_wlb.metrics import ALL_SHARDINGS, MetricLogger, peak_flops
 from torchtitan_wlb.models.attention import select_kernel
-from torchtitan_wlb.models.llama import Transformer, llama_configs
+from torchtitan_wlb.models.llama import llama_configs
 from torchtitan_wlb.optimizer import Optimizers, lr_factor
 from torchtitan_wlb.packing.cost_model import DEVICES
 from torchtitan_wlb.packing.profile import build_cost_model, detect_device
@@ -41,14 +40,13 @@ from torchtitan_wlb.parallelisms.distributed import (
     clip_grad_norm,
     gather_step,
     init_distributed,
+    measured_imbalance,
     select_device,
     set_timeouts,
 )
-from torchtitan_wlb.parallelisms.parallelize_llama import parallelize_llama
-from torchtitan_wlb.parallelisms.pipeline_llama import Pipeline, my_stages, split_layers, stage_costs
-from torchtitan_wlb.parallelisms.varlen_stage import schedule_actions
-from torchtitan_wlb.profiling import maybe_memory_snapshot, maybe_profile
-from torchtitan_wlb.simulation.step_time import StepModel
+from torchtitan_wlb.parallelisms.parallelize_llama import build_stage
+from torchtitan_wlb.parallelisms.pipeline_llama import Pipeline, my_stages, plan_pipeline
+from torchtitan_wlb.profiling import MicroBatchClock, maybe_memory_snapshot, maybe_profile
 
 COMPARED_STEPS = 300  # at most so many steps are planned again with `plain` for the closing line
 
@@ -120,27 +118,17 @@ def main(config: JobConfig) -> None:
     device = select_device()
     dtype = getattr(torch, training.mixed_precision_param)
     kernel = select_kernel(device.type, dtype, config.model.attention)
-    stages = split_layers(
-        model_args.n_layers,
-        n_stages,
-        layer_cost=model_args.layer_flops_per_token + model_args.layer_flops_per_pair * training.seq_len / 2,
-        head_cost=model_args.head_flops_per_token(model_args.vocab_size),
-        embedding_cost=model_args.embedding_cost(),
-    )
-    actions = schedule_actions(
-        parallelism.pipeline_parallel_schedule,
-        dims.pp,
-        settings.n // dims.dp,
-        parallelism.pipeline_parallel_stages_per_rank,
-    )
     ac = config.activation_checkpoint
-    costs = stage_costs(
+    plan = plan_pipeline(
         model_args,
-        stages,
-        recomputed={"none": 0.0, "selective": 1 / ac.selective_every, "full": 1.0}[ac.mode],
-        link=DEVICES[cost_device].link,
-        latency=DEVICES[cost_device].latency,
+        schedule=parallelism.pipeline_parallel_schedule,
+        pp=dims.pp,
+        stages_per_rank=parallelism.pipeline_parallel_stages_per_rank,
+        m=settings.n // dims.dp,
+        seq_len=training.seq_len,
+        device=DEVICES[cost_device],
         bytes_per_token=model_args.dim * dtype.itemsize / (dims.cp * dims.tp),
+        recomputed={"none": 0.0, "selective": 1 / ac.selective_every, "full": 1.0}[ac.mode],
     )
     layout = Layout(
         dp=dims.dp,
@@ -158,7 +146,7 @@ def main(config: JobConfig) -> None:
             tp=dims.tp,
             bytes_per_value=dtype.itemsize,
         ),
-        step_model=StepModel(actions, costs),
+        step_model=plan.step_model,
     )
     dataset = StepDataset(documents, settings, layout, run_state["planner"] if run_state else None)
     steps = iter(build_dataloader(dataset, training.num_workers, pin_memory=device.type == "cuda"))
@@ -179,23 +167,20 @@ def main(config: JobConfig) -> None:
     )
     logger.info(f"{dims} on {device.type}; {settings.describe()}")
 
-    # The model: this rank's stages on the meta device, made parallel, then filled in place.
+    # The model: this rank's stages.
     reshard = {"always": True, "never": False, "default": dims.pp == 1}[parallelism.reshard_after_forward]
-    models: list[torch.nn.Module] = []
-    for i in stage_indices:
-        with torch.device("meta"):
-            model = Transformer(
-                model_args,
-                n_ids=tokenizer.n_ids,
-                max_position=training.seq_len,
-                loss_chunk=training.loss_chunk_size,
-                layers=stages[i],
-            )
-        parallelize_llama(
-            model,
+    models = [
+        build_stage(
+            model_args,
+            plan.stages[i],
             mesh,
             dims,
             cp_group,
+            n_ids=tokenizer.n_ids,
+            max_position=training.seq_len,
+            loss_chunk=training.loss_chunk_size,
+            seed=config.debug.seed,
+            device=device,
             kernel=kernel,
             param_dtype=dtype,
             reduce_dtype=getattr(torch, training.mixed_precision_reduce),
@@ -205,26 +190,27 @@ def main(config: JobConfig) -> None:
             recompute_kv=config.context_parallel.recompute_kv,
             reshard_after_forward=reshard,
         )
-        model.to_empty(device=device)
-        model.init_weights(config.debug.seed, device)
-        models.append(model)
+        for i in stage_indices
+    ]
     parameters = [p for model in models for p in model.parameters()]
     logger.info(
-        f"Model {config.model.flavor}, layers of the stages {[f'{r.start}..{r.stop - 1}' for r in stages]}, "
+        f"Model {config.model.flavor}, layers of the stages {[f'{r.start}..{r.stop - 1}' for r in plan.stages]}, "
         f"attention kernel {kernel.name}, {dtype}"
     )
 
+    clock = MicroBatchClock(device, config.metrics.time_micro_batches)
     pipeline = Pipeline(
         models,
         stage_indices=stage_indices,
         n_stages=n_stages,
-        actions=actions,
+        actions=plan.actions,
         n_micro_batches=settings.n // dims.dp,
         mesh=mesh,
         device=device,
         dtype=dtype,
         dim=model_args.dim,
         tp=dims.tp,
+        clock=clock,
     )
     optimizers = Optimizers(models, config.optimizer)
     checkpoints = None
@@ -265,10 +251,12 @@ def main(config: JobConfig) -> None:
     ):
         while step < training.steps:
             # All ranks run out of data at the same step: they plan the same steps.
+            waited = time.perf_counter()
             batch = next(steps, None)
             if batch is None:
                 logger.info(f"The data has ended after step {step}")
                 break
+            data_time = time.perf_counter() - waited
             step += 1
             micro_batches = [mb.to(device) for mb in batch.micro_batches]
             loss = pipeline.forward_backward(micro_batches, 1.0 / max(1, batch.n_targets))
@@ -278,29 +266,27 @@ def main(config: JobConfig) -> None:
             optimizers.zero_grad()
 
             # One collective: the loss over all ranks, and proof that all trained the same plan.
-            sums = gather_step(
+            table = gather_step(
                 loss if layout.counts_loss else torch.zeros_like(loss),
                 batch.plan_hash,
                 cp_work=batch.cp_work,
                 step_seconds=batch.step_time.seconds,
                 kinds=batch.cp_sharding,
                 counts=my["pp"] == my["cp"] == my["tp"] == 0,
-                all_kinds=("whole", *KINDS),
+                all_kinds=ALL_SHARDINGS,
             )
             record = {
                 "step": step,
-                "loss": sums.loss,
-                "grad_norm": grad_norm.item(),
+                "grad_norm": grad_norm,
                 "lr": lr,
+                "data_time_s": data_time,
                 **batch.stats,
-                "imbalance_cp": sums.cp_work_max / sums.cp_work_mean,
-                "imbalance_dp": sums.step_seconds_max / sums.step_seconds_mean,
-                "predicted_step_time_s": sums.step_seconds_max,
                 "bubble": batch.step_time.bubble,
-                "cp_sharding": sums.sharding,
                 "data_hash": batch.plan_hash,
             }
-            metrics.add(record)
+            if clock.timed:
+                record["imbalance_measured"] = measured_imbalance(clock.seconds(), dims, device)
+            metrics.add(record, table)
             if step % config.metrics.log_freq == 0 or step == first_step:
                 metrics.log()
             if step == first_step:
@@ -309,6 +295,7 @@ def main(config: JobConfig) -> None:
             pause = time.perf_counter()
             last_state = {"step": step, "settings": asdict(settings), "planner": batch.state, "made_with": made_with}
             if checkpoints and step % config.checkpoint.interval == 0:
+                metrics.check()
                 checkpoints.save(last_state)
             if held_out and step % config.validation.freq == 0:
                 metrics.log_validation(step, *evaluate(pipeline, held_out, settings, layout, config.validation.steps))

@@ -44,14 +44,15 @@ from torchtitan_wlb.simulation.step_time import without_pipelining
 MIN_SECONDS, MIN_RUNS = 0.2, 3  # per measurement
 
 
-def timed(forward: Callable[[], torch.Tensor], device: torch.device) -> tuple[float, float]:
+def clock() -> float:
+    """Seconds, when all work so far is done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def timed(forward: Callable[[], torch.Tensor], clock: Callable[[], float] = clock) -> tuple[float, float]:
     """Median milliseconds of (forward, backward) of a function that returns a tensor with a graph."""
-
-    def clock() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
     runs: list[tuple[float, float]] = []
     began = time.perf_counter()
     while len(runs) < MIN_RUNS + 1 or time.perf_counter() - began < MIN_SECONDS:
@@ -64,7 +65,15 @@ def timed(forward: Callable[[], torch.Tensor], device: torch.device) -> tuple[fl
     return statistics.median(forwards) * 1e3, statistics.median(backwards) * 1e3
 
 
-def measure_attention(args: ModelArgs, tp: int, dtype: torch.dtype, device: torch.device, longest: int) -> list[dict]:
+def measure_attention(
+    args: ModelArgs,
+    tp: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    longest: int,
+    clock: Callable[[], float] = clock,
+    whole_only: bool = False,
+) -> list[dict]:
     """Rows q, k, forward_ms, backward_ms of one layer on one rank: k = q are whole documents, k > q chunks at the end
     of one."""
     kernel = select_kernel(device.type, dtype)
@@ -72,7 +81,7 @@ def measure_attention(args: ModelArgs, tp: int, dtype: torch.dtype, device: torc
     knots = [x for x in (2**i for i in range(4, 30)) if x < longest] + [longest]
     rows = []
     for k in knots:
-        for q in [x for x in knots if x == k or k // 64 <= x < k]:
+        for q in [x for x in knots if x == k or (k // 64 <= x < k and not whole_only)]:
             x = [
                 torch.randn(n, h, args.head_dim, dtype=dtype, device=device)
                 for n, h in ((q, heads), (k, kv_heads), (k, kv_heads))
@@ -80,13 +89,19 @@ def measure_attention(args: ModelArgs, tp: int, dtype: torch.dtype, device: torc
             query, key, value = (t.requires_grad_() for t in x)
             meta = AttentionMeta([(0, q, 0, k)])
             attend = partial(context_parallel_attention, query[None], key[None], value[None], meta, kernel, None)
-            forward_ms, backward_ms = timed(attend, device)
+            forward_ms, backward_ms = timed(attend, clock)
             rows.append({"q": q, "k": k, "forward_ms": forward_ms, "backward_ms": backward_ms})
     return rows
 
 
 def measure_linear(
-    args: ModelArgs, n_ids: int, tp: int, dtype: torch.dtype, device: torch.device, longest: int
+    args: ModelArgs,
+    n_ids: int,
+    tp: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    longest: int,
+    clock: Callable[[], float] = clock,
 ) -> list[dict]:
     """Rows tokens, layer_ms, head_ms (forward + backward): a layer whose attention is free, and head with loss."""
     if tp > 1:  # one rank's share of every matrix; activations between them stay whole
@@ -103,8 +118,8 @@ def measure_linear(
         x = torch.randn(1, tokens, args.dim, dtype=dtype, device=device, requires_grad=True)
         labels = torch.randint(0, head.n_ids, (1, tokens), device=device)
         positions = torch.arange(tokens, device=device) % longest
-        layer = timed(partial(block, x, rope=rope[positions], meta=AttentionMeta([])), device)
-        top = timed(partial(head, x, labels), device)
+        layer = timed(partial(block, x, rope=rope[positions], meta=AttentionMeta([])), clock)
+        top = timed(partial(head, x, labels), clock)
         rows.append({"tokens": tokens, "layer_ms": sum(layer), "head_ms": sum(top)})
     return rows
 
@@ -151,7 +166,7 @@ def check(config: JobConfig, profile: str, args: ModelArgs, tokenizer: Tokenizer
                     "tokens": mb.n_tokens,
                     "documents": len(mb.lengths),
                     "predicted_ms": predicted * 1e3,
-                    "measured_ms": sum(timed(run, device)),
+                    "measured_ms": sum(timed(run)),
                 }
             )
         if len(rows) >= n:

@@ -4,8 +4,8 @@
     P.png]
 
 L.json is a list of lengths; longer ones follow training.long_documents. Statistics (packing/simulate.py says what they
-mean) are over --steps steps after 50 of warm-up. The last row is the strategy wlb with the recipe's setting.
---solver_seconds limits the integer program a step.
+mean) are over --steps steps after 50 of warm-up. step_time_s is the predicted step of the recipe's layout and
+schedule, over_plain what follows from it in tokens/s. The last row is the strategy wlb with the recipe's setting.
 """
 
 import argparse
@@ -24,12 +24,15 @@ from torchtitan_wlb.config import JobConfig
 from torchtitan_wlb.config_manager import exit_on_config_error, load_config
 from torchtitan_wlb.data.documents import apply_length_policy
 from torchtitan_wlb.data.tokenizer import Tokenizer
-from torchtitan_wlb.models.llama import llama_configs
+from torchtitan_wlb.models.llama import ModelArgs, llama_configs
+from torchtitan_wlb.packing.cost_model import DEVICES
 from torchtitan_wlb.packing.planner import StepPlanner
 from torchtitan_wlb.packing.profile import build_cost_model, detect_device
 from torchtitan_wlb.packing.settings import PackingSettings, resolve_settings
 from torchtitan_wlb.packing.simulate import Quality, measure
 from torchtitan_wlb.packing.tuning import tune
+from torchtitan_wlb.parallelisms.pipeline_llama import plan_pipeline
+from torchtitan_wlb.simulation.step_time import StepModel
 
 WARMUP = 50
 COLUMNS = (
@@ -40,6 +43,8 @@ COLUMNS = (
     "delay_max_steps",
     "plan_ms_mean",
     "pad_fraction",
+    "step_time_s",
+    "over_plain",
 )
 
 
@@ -56,19 +61,45 @@ class Stream:
         return StepPlanner(settings, [len(self.lengths)], [1.0], lambda ids: self.lengths[ids])
 
 
+def recipe_args(config: JobConfig) -> ModelArgs:
+    vocab_size = Tokenizer(config.model.tokenizer).padded_vocab_size
+    return replace(llama_configs[config.model.flavor], vocab_size=vocab_size)
+
+
 def recipe_settings(config: JobConfig, seed: int) -> PackingSettings:
     """Settings of a recipe for its own layout, "auto" left open."""
     p = config.parallelism
     dp = p.data_parallel_replicate_degree * max(1, p.data_parallel_shard_degree)
-    vocab_size = Tokenizer(config.model.tokenizer).padded_vocab_size
-    args = replace(llama_configs[config.model.flavor], vocab_size=vocab_size)
     device = detect_device(config.cost_model.device)
     cost = build_cost_model(
-        config.cost_model.profile, device, args, tp=p.tensor_parallel_degree, cp=p.context_parallel_degree
+        config.cost_model.profile,
+        device,
+        recipe_args(config),
+        tp=p.tensor_parallel_degree,
+        cp=p.context_parallel_degree,
     )
     return resolve_settings(
         config.training, config.packing, seed=seed, dp=dp, pp=p.pipeline_parallel_degree, cost=cost, documents=""
     )
+
+
+def recipe_pipelines(config: JobConfig, n: int) -> tuple[StepModel, int]:
+    """The time model of a recipe's pipelines, and how many there are, for N micro-batches a step."""
+    p, ac = config.parallelism, config.activation_checkpoint
+    dp = p.data_parallel_replicate_degree * max(1, p.data_parallel_shard_degree)
+    args = recipe_args(config)
+    plan = plan_pipeline(
+        args,
+        schedule=p.pipeline_parallel_schedule,
+        pp=p.pipeline_parallel_degree,
+        stages_per_rank=p.pipeline_parallel_stages_per_rank,
+        m=n // dp,
+        seq_len=config.training.seq_len,
+        device=DEVICES[detect_device(config.cost_model.device)],
+        bytes_per_token=2 * args.dim / (p.tensor_parallel_degree * p.context_parallel_degree),
+        recomputed={"none": 0.0, "selective": 1 / ac.selective_every, "full": 1.0}[ac.mode],
+    )
+    return plan.step_model, dp
 
 
 def settings_to_compare(base: PackingSettings, target: float, stream: Stream) -> Iterator[tuple[str, PackingSettings]]:
@@ -101,15 +132,21 @@ def main(argv: list[str]) -> None:
     config = load_config(rest)
     stream = Stream(arguments.lengths, config)
     base = recipe_settings(config, arguments.seed)
+    model, dp = recipe_pipelines(config, base.n)
     print(f"{len(stream.lengths):,} documents, mean {stream.lengths.mean():,.0f} tokens; {base.describe()}")
-    rows, traces = [], {}
+    rows: list[dict] = []
+    traces = {}
     print(
         f"{'strategy':13} {'setting':32} "
         + " ".join(f"{c.replace('_steps', '').replace('imbalance', 'imb'):>13}" for c in COLUMNS)
     )
     for setting, settings in settings_to_compare(base, config.packing.target_delay, stream):
-        quality, trace = simulate(stream.planner(settings), arguments.steps, f"{settings.strategy} {setting}")
+        planner = stream.planner(settings)
+        quality, trace = simulate(planner, arguments.steps, f"{settings.strategy} {setting}", model, dp)
         rows.append({"strategy": settings.strategy, "setting": setting} | quality.row())
+        rows[-1]["over_plain"] = (quality.tokens_per_step / quality.step_time_s) / (
+            rows[0]["tokens_per_step"] / rows[0]["step_time_s"]
+        )
         traces[f"{settings.strategy} {setting}"] = trace
         print(f"{settings.strategy:13} {setting:32} " + " ".join(f"{rows[-1][c]:13.4f}" for c in COLUMNS), flush=True)
     Path(arguments.json).write_text(json.dumps(rows, indent=1))
@@ -117,7 +154,9 @@ def main(argv: list[str]) -> None:
         plot(traces, arguments.plot)
 
 
-def simulate(planner: StepPlanner, steps: int, name: str) -> tuple[Quality, dict[str, list]]:
+def simulate(
+    planner: StepPlanner, steps: int, name: str, model: StepModel | None = None, dp: int = 1
+) -> tuple[Quality, dict[str, list]]:
     """Quality of a planner and its trace: imbalance of every step, (delay, tokens) of every span; with a progress bar
     on a terminal."""
     trace: dict[str, list] = {"imbalance": [], "delay": [], "tokens": []}
@@ -131,7 +170,7 @@ def simulate(planner: StepPlanner, steps: int, name: str) -> tuple[Quality, dict
             shown[0] = time.monotonic()
             print(f"\\r{name}: step {plan.step - WARMUP} of {steps} ", end="", file=sys.stderr, flush=True)
 
-    quality = measure(planner, steps, WARMUP, each)
+    quality = measure(planner, steps, WARMUP, each, model, dp)
     if sys.stderr.isatty():
         print("\\r" + " " * 80 + "\\r", end="", file=sys.stderr, flush=True)
     return quality, trace

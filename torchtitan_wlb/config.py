@@ -219,6 +219,9 @@ class Checkpoint:
 class Metrics:
     log_freq: int = 10
     """Steps between log lines; metrics.jsonl gets a line whenever the console does."""
+    time_micro_batches: bool = False
+    """Time every micro-batch on every rank and log imbalance_measured beside the predicted one (on CUDA the host then
+    waits for the device in every step)."""
     enable_tensorboard: bool = False
     """Write TensorBoard events under job.dump_folder/tb."""
     enable_wandb: bool = False

@@ -6,10 +6,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from torchtitan_wlb.config import Metrics
+from torchtitan_wlb.context_parallel.selection import KINDS as SHARDINGS
 from torchtitan_wlb.logger import Color, NoColor, logger
 from torchtitan_wlb.models.llama import ModelArgs
+from torchtitan_wlb.parallelisms.distributed import read_steps
 
+ALL_SHARDINGS = ("whole", *SHARDINGS)
 # Dense bf16 FLOP/s by a part of the device name; others have no known peak and no MFU.
 _PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 
@@ -82,26 +87,46 @@ class MetricLogger:
         """Begin to measure; call after everything that is not training."""
         self._began = time.perf_counter()
         self._paused = 0.0
-        self._tokens = self._pairs = self._steps = 0
+        self._tokens = self._pairs = 0
+        self._tables: list[torch.Tensor] = []
 
     def pause(self, seconds: float) -> None:
         """Do not count time that was spent on something else (checkpoints, validation)."""
         self._paused += seconds
 
-    def add(self, record: dict[str, Any]) -> None:
-        """Count a trained step."""
+    def add(self, record: dict[str, Any], table: torch.Tensor) -> None:
+        """Count a trained step.
+
+        Args:
+            record: its numbers, some of them still on the device; they are read when they are logged.
+            table: of parallelisms.distributed.gather_step.
+        """
         self._record = record
         self._tokens += record["tokens"]
         self._pairs += record["attended_pairs"]
-        self._steps += 1
+        self._tables.append(table)
+
+    def check(self) -> None:
+        """Make sure, before a checkpoint, that all ranks trained the same plans since the last log."""
+        if self._tables:
+            read_steps(self._tables, ALL_SHARDINGS)
 
     def log(self) -> None:
         """Write the record of the last step, completed by the rates since the last log; nothing if there is no new
-        step."""
-        if not self._steps:
+        step. The only place where the host waits for the device."""
+        if not self._tables:
             return
-        seconds = time.perf_counter() - self._began - self._paused
-        rates = {"tps": self._tokens / seconds / self.world_size, "mfu": None, "step_time_s": seconds / self._steps}
+        sums = read_steps(self._tables, ALL_SHARDINGS)
+        self._record |= {
+            "loss": sums.loss,
+            "grad_norm": self._record["grad_norm"].item(),
+            "imbalance_cp": sums.cp_work_max / sums.cp_work_mean,
+            "imbalance_dp": sums.step_seconds_max / sums.step_seconds_mean,
+            "predicted_step_time_s": sums.step_seconds_max,
+            "cp_sharding": sums.sharding,
+        }
+        seconds, steps = time.perf_counter() - self._began - self._paused, len(self._tables)
+        rates = {"tps": self._tokens / seconds / self.world_size, "mfu": None, "step_time_s": seconds / steps}
         if self.peak:
             flops = training_flops(self.args, self._tokens, self._pairs)
             rates["mfu"] = flops / seconds / self.world_size / self.peak

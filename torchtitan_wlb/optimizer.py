@@ -1,6 +1,7 @@
 """AdamW or SGD over the parts of the model, and a learning rate that is a function of the step."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from torchtitan_wlb.config import LRScheduler, Optimizer
 class Optimizers:
     """One optimizer for every model part of this rank (several with an interleaved pipeline), stepped together."""
 
-    def __init__(self, models: list[nn.Module], config: Optimizer):
+    def __init__(self, models: Sequence[nn.Module], config: Optimizer):
         self.models = models
         self.parts = [_build(m, config) for m in models]
 
@@ -33,8 +34,7 @@ def _build(model: nn.Module, c: Optimizer) -> torch.optim.Optimizer:
     groups = [g for g in groups if g["params"]]
     if c.name == "SGD":
         return torch.optim.SGD(groups, lr=c.lr, momentum=c.momentum)
-    fused = all(p.device.type == "cuda" for p in model.parameters())
-    return torch.optim.AdamW(groups, lr=c.lr, betas=(c.beta1, c.beta2), eps=c.eps, fused=fused)
+    return torch.optim.AdamW(groups, lr=c.lr, betas=(c.beta1, c.beta2), eps=c.eps, fused=True)
 
 
 def lr_factor(step: int, total_steps: int, c: LRScheduler) -> float:

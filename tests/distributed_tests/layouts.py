@@ -15,11 +15,12 @@ from torchtitan_wlb.data.micro_batch import pack_documents, padded_length
 from torchtitan_wlb.models.attention import SDPA
 from torchtitan_wlb.models.llama import ModelArgs, Transformer
 from torchtitan_wlb.packing.cost_model import DEVICES
-from torchtitan_wlb.parallelisms.distributed import clip_grad_norm, gather_step
+from torchtitan_wlb.parallelisms.distributed import clip_grad_norm, gather_step, read_steps
 from torchtitan_wlb.parallelisms.parallel_dims import ParallelDims
-from torchtitan_wlb.parallelisms.parallelize_llama import parallelize_llama
+from torchtitan_wlb.parallelisms.parallelize_llama import build_stage
 from torchtitan_wlb.parallelisms.pipeline_llama import Pipeline, my_stages, split_layers
 from torchtitan_wlb.parallelisms.varlen_stage import schedule_actions
+from torchtitan_wlb.profiling import MicroBatchClock
 
 N_IDS = 259
 KERNEL_COST = analytic_kernel_cost(DEVICES["cpu"], 1.0, 1.0)
@@ -87,21 +88,19 @@ def run_case(case: Case, documents, flip: tuple[int, int] | None, out: Path) -> 
     mesh, cp_group = dims.build_mesh("cpu"), dims.build_cp_group()
     n_stages, mine = my_stages(my["pp"], dims.pp, case.schedule, case.stages_per_rank)
     stages = split_layers(ARGS.n_layers, n_stages, 1.0, 0.5)
-    models = []
-    for i in mine:
-        with torch.device("meta"):
-            model = Transformer(ARGS, n_ids=N_IDS, max_position=MAX_POSITION, loss_chunk=LOSS_CHUNK, layers=stages[i])
-        parallelize_llama(
-            model, mesh, dims, cp_group,
+    models = [
+        build_stage(
+            ARGS, stages[i], mesh, dims, cp_group,
+            n_ids=N_IDS, max_position=MAX_POSITION, loss_chunk=LOSS_CHUNK, seed=SEED, device=device,
             kernel=SDPA, param_dtype=torch.float32, reduce_dtype=torch.float32,
-            ac_mode=case.ac_mode, compile=case.compile, recompute_kv=case.recompute_kv, reshard_after_forward=dims.pp == 1,
-        )  # fmt: skip
-        model.to_empty(device=device)
-        model.init_weights(SEED, device)
-        models.append(model)
+            ac_mode=case.ac_mode, compile=case.compile, recompute_kv=case.recompute_kv,
+            reshard_after_forward=dims.pp == 1,
+        )
+        for i in mine
+    ]  # fmt: skip
     pipeline = Pipeline(
         models, stage_indices=mine, n_stages=n_stages, actions=schedule_actions(case.schedule, dims.pp, case.m, case.stages_per_rank), n_micro_batches=case.m,
-        mesh=mesh, device=device, dtype=torch.float32, dim=ARGS.dim, tp=dims.tp,
+        mesh=mesh, device=device, dtype=torch.float32, dim=ARGS.dim, tp=dims.tp, clock=MicroBatchClock(device, timed=False),
     )  # fmt: skip
 
     hidden: list[torch.Tensor] = []
@@ -142,7 +141,7 @@ def run_case(case: Case, documents, flip: tuple[int, int] | None, out: Path) -> 
     def total(share: torch.Tensor) -> float:
         """The loss over all ranks."""
         counted = share if my["tp"] == 0 else torch.zeros_like(share)
-        return gather_step(counted, "0" * 12, (1.0, 1.0), 1.0, {}, counts=True, all_kinds=()).loss
+        return read_steps([gather_step(counted, "0" * 12, (1.0, 1.0), 1.0, {}, counts=True, all_kinds=())], ()).loss
 
     def forget_gradients() -> None:
         for p in parameters.values():

@@ -30,6 +30,7 @@ KEYS = [
     "imbalance_dp",
     "predicted_step_time_s",
     "bubble",
+    "data_time_s",
     "delay_mean_steps",
     "delay_max_steps",
     "queue_docs",

@@ -1,5 +1,7 @@
 """Learning rate, parameter groups, FLOPs, gradient clipping, step metrics: numbers worked out by hand."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,16 @@ from torchtitan_wlb.config import LRScheduler, Metrics, Optimizer
 from torchtitan_wlb.metrics import MetricLogger, peak_flops, training_flops
 from torchtitan_wlb.models.llama import ModelArgs
 from torchtitan_wlb.optimizer import Optimizers, lr_factor
-from torchtitan_wlb.parallelisms.distributed import check_agreement, clip_grad_norm, gather_step
+from torchtitan_wlb.parallelisms import distributed
+from torchtitan_wlb.parallelisms.distributed import (
+    check_agreement,
+    clip_grad_norm,
+    gather_step,
+    measured_imbalance,
+    read_steps,
+)
+from torchtitan_wlb.parallelisms.parallel_dims import ParallelDims
+from torchtitan_wlb.profiling import MicroBatchClock
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +76,45 @@ def test_clipping(one_rank):
 
 
 def test_step_sums(one_rank):
-    sums = gather_step(torch.tensor(2.5), "ffffffffffff", (3.0, 2.0), 4.0, {"a": 2}, counts=True, all_kinds=("a", "b"))
+    kinds = ("a", "b")
+    table = gather_step(torch.tensor(2.5), "ffffffffffff", (3.0, 2.0), 4.0, {"a": 2}, counts=True, all_kinds=kinds)
+    sums = read_steps([table], kinds)
     assert (sums.loss, sums.cp_work_max, sums.cp_work_mean, sums.sharding) == (2.5, 3.0, 2.0, {"a": 2})
+    assert sums.step_seconds_max == sums.step_seconds_mean == 4.0
     check_agreement({"x": "1"})
+
+
+def test_ranks_with_another_plan_are_named_whichever_step_it_was():
+    same = torch.tensor([[1.0, 7, 1, 3, 2, 4], [1.0, 7, 1, 3, 2, 8]], dtype=torch.float64)
+    other = same.clone()
+    other[1, 1] = 6
+    sums = read_steps([same, same], ())
+    assert (sums.step_seconds_max, sums.step_seconds_mean) == (8, 6)
+    with pytest.raises(RuntimeError, match=r"rank\(s\) \[1\]"):
+        read_steps([other, same], ())
+
+
+def test_measured_imbalance_adds_stages_and_takes_the_slowest_of_those_who_share(one_rank, monkeypatch):
+    dims = ParallelDims(dp_replicate=1, dp_shard=2, cp=2, tp=1, pp=2)
+    # [pp, dp, cp, M]: micro-batches of the two data-parallel ranks take (2 + 1, 1 + 1) and (1 + 1, 1 + 5) seconds
+    table = torch.tensor([[[[2.0, 1], [1, 1]], [[1, 1], [1, 0.5]]], [[[1, 1], [1, 0]], [[1, 5], [1, 1]]]])
+    monkeypatch.setattr(distributed, "all_gather", lambda out, _: out.copy_(table.flatten()))
+    measured = measured_imbalance([0.0, 0.0], dims, torch.device("cpu"))
+    assert measured == pytest.approx(6 / ((3 + 2 + 2 + 6) / 4))
+
+
+def test_micro_batch_clock():
+    clock = MicroBatchClock(torch.device("cpu"), timed=True)
+    for _ in range(2):  # the second step forgets the first
+        clock.begin_step(["a", "b"])
+        with clock.part("forward", 0):
+            time.sleep(0.05)  # waiting does not count
+        with clock.part("forward", 1):
+            sum(range(300_000))
+        with clock.part("backward", 1):
+            sum(range(300_000))
+    first, second = clock.seconds()
+    assert first < 0.005 < second
 
 
 def test_metrics_file_survives_a_crash(tmp_path):

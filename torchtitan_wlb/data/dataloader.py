@@ -90,7 +90,7 @@ class StepDataset(IterableDataset):
         tokens = np.array([mb.n_tokens for mb in micro_batches])
         linear = s.cost.token_cost * tokens + s.cost.fixed_cost
         order = list(range(len(micro_batches)))
-        if s.balances and layout.step_model.n_ranks > 1:
+        if s.balances:
             order = layout.step_model.choose_order(slowest, linear, tokens)
         return StepBatch(
             micro_batches=[micro_batches[i] for i in order],

@@ -28,7 +28,8 @@ class StepPlan:
         step: counted from 1.
         spans, bounds: micro-batch b of N is spans[bounds[b] : bounds[b + 1]] (see spans.py).
         padded: [N] tokens of every micro-batch, padding included (rounded to seq_len_multiple, never to the layout).
-        work: [N] predicted seconds of every micro-batch; padding costs linear work.
+        attention, work: [N] predicted seconds of every micro-batch in attention, and in all; padding costs linear
+            work.
         arrived: documents drawn in this step.
         waiting: (documents, tokens, age of the oldest in steps) kept for later.
         delay: (token-weighted mean, maximum) over the trained spans of step - arrival.
@@ -40,6 +41,7 @@ class StepPlan:
     spans: np.ndarray
     bounds: np.ndarray
     padded: np.ndarray
+    attention: np.ndarray
     work: np.ndarray
     arrived: int
     waiting: tuple[int, int, int]
@@ -113,14 +115,14 @@ class StepPlanner:
         padded = np.full(s.n, s.seq_len) if s.fixed_length else -(-held // s.seq_len_multiple) * s.seq_len_multiple
         age = self.step - spans[:, ARRIVAL]
         waiting = self.packer.waiting()
+        attention = np.bincount(micro_batch, s.cost.attention(tokens), s.n)
         return StepPlan(
             step=self.step,
             spans=spans,
             bounds=bounds,
             padded=padded,
-            work=np.bincount(micro_batch, s.cost.attention(tokens), s.n)
-            + s.cost.token_cost * padded
-            + s.cost.fixed_cost,
+            attention=attention,
+            work=attention + s.cost.token_cost * padded + s.cost.fixed_cost,
             arrived=arrivals.count,
             waiting=(
                 len(waiting),

@@ -1,11 +1,12 @@
-"""Plan many steps on lengths alone and say how good they are: for the simulator, for tuning, for training's closing
-line."""
+"""Plan many steps on lengths alone and say how good they are: for the simulator, for tuning, for benchmarks."""
 
 from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from torchtitan_wlb.packing.planner import StepPlanner
+from torchtitan_wlb.packing.packers import deal
+from torchtitan_wlb.packing.planner import StepPlan, StepPlanner
+from torchtitan_wlb.simulation.step_time import StepModel
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,8 @@ class Quality:
         plan_ms_mean, plan_ms_p99: time to plan a step, drawing of ids and lengths included.
         pad_fraction: padding / padded tokens. tokens_per_step: without padding.
         docs_left: documents waiting after the last step. queue_age_max_steps: longest wait of a waiting document.
+        step_time_s: mean predicted step of the slowest data-parallel rank, in the layout's pipeline; context-parallel
+            ranks count as balanced.
     """
 
     imbalance_mean: float
@@ -32,18 +35,41 @@ class Quality:
     tokens_per_step: float
     docs_left: int
     queue_age_max_steps: int
+    step_time_s: float
 
     def row(self) -> dict[str, float]:
         return asdict(self)
 
 
-def measure(planner: StepPlanner, steps: int, warmup: int, each=None) -> Quality:
+def predict_step(plan: StepPlan, model: StepModel, dp: int, balances: bool) -> float:
+    """Predicted seconds of a planned step: the slowest of dp pipelines.
+
+    Args:
+        model: of a pipeline with N / dp micro-batches.
+        balances: whether the strategy sorts micro-batches over ranks and orders them (PackingSettings.balances).
+    """
+    slowest = 0.0
+    for hand in deal(plan.work.tolist(), dp, plan.step, sort=balances):
+        attention, tokens = plan.attention[hand], plan.padded[hand]
+        linear = plan.work[hand] - attention
+        if balances:
+            order = model.choose_order(attention, linear, tokens)
+            attention, linear, tokens = attention[order], linear[order], tokens[order]
+        slowest = max(slowest, model.predict(attention, linear, tokens).seconds)
+    return slowest
+
+
+def measure(
+    planner: StepPlanner, steps: int, warmup: int, each=None, model: StepModel | None = None, dp: int = 1
+) -> Quality:
     """Plan warmup + steps steps and judge the last `steps` of them (fewer where finite data ends).
 
     Args:
         each: called with every judged plan.
+        model, dp: time model of the layout, for step_time_s (0 without).
     """
     imbalances, slowest, mean, delays, oldest, seconds, tokens, padded = [], [], [], [], [], [], [], []
+    step_times = []
     left = (0, 0, 0)
     for plan in planner:
         left = plan.waiting
@@ -56,6 +82,8 @@ def measure(planner: StepPlanner, steps: int, warmup: int, each=None) -> Quality
             seconds.append(plan.seconds)
             tokens.append(plan.tokens)
             padded.append(plan.padded.sum())
+            if model:
+                step_times.append(predict_step(plan, model, dp, planner.settings.balances))
             if each:
                 each(plan)
         if plan.step >= warmup + steps:
@@ -73,4 +101,5 @@ def measure(planner: StepPlanner, steps: int, warmup: int, each=None) -> Quality
         tokens_per_step=float(np.mean(tokens)),
         docs_left=left[0],
         queue_age_max_steps=int(max(oldest)),
+        step_time_s=float(np.mean(step_times)) if step_times else 0.0,
     )

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from torchtitan_wlb.models.attention import Kernel
-from torchtitan_wlb.models.llama import Transformer
+from torchtitan_wlb.models.llama import ModelArgs, Transformer
 from torchtitan_wlb.parallelisms.parallel_dims import ParallelDims
 
 
@@ -66,6 +66,36 @@ def parallelize_llama(
     if compile:
         apply_compile(model)
     apply_fsdp(model, dims.fsdp_mesh(mesh), param_dtype, reduce_dtype, reshard_after_forward)
+
+
+def build_stage(
+    args: ModelArgs,
+    layers: range,
+    mesh: DeviceMesh,
+    dims: ParallelDims,
+    cp_group: dist.ProcessGroup | None,
+    *,
+    n_ids: int,
+    max_position: int,
+    loss_chunk: int,
+    seed: int,
+    device: torch.device,
+    **how,
+) -> Transformer:
+    """Some layers of the model: made on the meta device, parallel, then filled in place.
+
+    Args:
+        args, layers, n_ids, max_position, loss_chunk: see Transformer.
+        mesh, dims, cp_group, how: see parallelize_llama.
+        seed: of the initial weights, which are the same in every layout.
+        device: where the weights live.
+    """
+    with torch.device("meta"):
+        model = Transformer(args, n_ids=n_ids, max_position=max_position, loss_chunk=loss_chunk, layers=layers)
+    parallelize_llama(model, mesh, dims, cp_group, **how)
+    model.to_empty(device=device)
+    model.init_weights(seed, device)
+    return model
 
 
 class ReplicatedKVHeads(ParallelStyle):

@@ -5,6 +5,8 @@ last.
 """
 
 import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -13,9 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_wlb.data.micro_batch import MicroBatch
 from torchtitan_wlb.models.llama import ModelArgs
+from torchtitan_wlb.packing.cost_model import Device
 from torchtitan_wlb.parallelisms.parallel_dims import V_SCHEDULES, count_stages
-from torchtitan_wlb.parallelisms.varlen_stage import VarlenSchedule, VarlenStage
-from torchtitan_wlb.simulation.step_time import Action, StageCosts
+from torchtitan_wlb.parallelisms.varlen_stage import VarlenSchedule, VarlenStage, schedule_actions
+from torchtitan_wlb.profiling import MicroBatchClock
+from torchtitan_wlb.simulation.step_time import Action, StageCosts, StepModel
 
 
 def split_layers(
@@ -40,24 +44,54 @@ def split_layers(
     return [range(a, b) for a, b in pairwise(starts)]
 
 
-def stage_costs(
-    args: ModelArgs, stages: list[range], *, recomputed: float, link: float, latency: float, bytes_per_token: float
-) -> StageCosts:
-    """Shares of the work of every stage, for the time model.
+@dataclass(frozen=True)
+class PipelinePlan:
+    """How the model is cut and what each rank computes when.
+
+    Attributes:
+        stages: layers of every stage.
+        actions: of every pipeline rank, see varlen_stage.schedule_actions.
+        step_model: their time model.
+    """
+
+    stages: list[range]
+    actions: list[list[Action]]
+    step_model: StepModel
+
+
+def plan_pipeline(
+    args: ModelArgs,
+    *,
+    schedule: str,
+    pp: int,
+    stages_per_rank: int,
+    m: int,
+    seq_len: int,
+    device: Device,
+    bytes_per_token: float,
+    recomputed: float = 0.0,
+) -> PipelinePlan:
+    """Cut the model for a schedule; pp = 1 gives one stage.
 
     Args:
-        stages: layers of every stage.
+        m: micro-batches of a step.
+        seq_len: context window; attention of half of it counts in the cost of a layer.
+        device: for the transfers. bytes_per_token: of the activations between stages.
         recomputed: share of the blocks under activation checkpointing.
-        link, latency: bytes/s and least seconds of a transfer. bytes_per_token: of the activations between stages.
     """
+    n_stages = count_stages(schedule, pp, stages_per_rank)
     layer, head = args.layer_flops_per_token, args.head_flops_per_token(args.vocab_size)
-    linear = [len(r) * layer + (head if i == len(stages) - 1 else 0.0) for i, r in enumerate(stages)]
-    return StageCosts(
+    whole_layer = layer + args.layer_flops_per_pair * seq_len / 2
+    stages = split_layers(args.n_layers, n_stages, whole_layer, head, args.embedding_cost())
+    linear = [len(r) * layer + (head if r.stop == args.n_layers else 0.0) for r in stages]
+    costs = StageCosts(
         attention=tuple(len(r) / args.n_layers for r in stages),
         linear=tuple(x / sum(linear) for x in linear),
         recomputed=recomputed,
-        transfer=(latency, bytes_per_token / link),
+        transfer=(device.latency, bytes_per_token / device.link),
     )
+    actions = schedule_actions(schedule, pp, m, stages_per_rank)
+    return PipelinePlan(stages, actions, StepModel(actions, costs))
 
 
 def my_stages(pp_rank: int, pp: int, schedule: str, stages_per_rank: int) -> tuple[int, list[int]]:
@@ -78,11 +112,12 @@ class Pipeline:
         n_micro_batches: M of every step.
         mesh: the device mesh; its `pp` dimension is used.
         device, dtype, dim, tp: of the activations between stages.
+        clock: told when the parts of micro-batches begin and end.
     """
 
     def __init__(
         self,
-        models: list[nn.Module],
+        models: Sequence[nn.Module],
         *,
         stage_indices: list[int],
         n_stages: int,
@@ -93,12 +128,15 @@ class Pipeline:
         dtype: torch.dtype,
         dim: int,
         tp: int,
+        clock: MicroBatchClock,
     ):
-        self.models, self._tp = models, tp
+        self.models, self._tp, self._clock = models, tp, clock
         self._schedule = None
         if mesh["pp"].size() > 1:
             group = mesh["pp"].get_group()
-            stages = [VarlenStage(m, i, n_stages, device, dtype, dim, group) for m, i in zip(models, stage_indices)]
+            stages = [
+                VarlenStage(m, i, n_stages, device, dtype, dim, group, clock) for m, i in zip(models, stage_indices)
+            ]
             self._schedule = VarlenSchedule(stages, actions, n_micro_batches)
 
     def forward_backward(self, micro_batches: list[MicroBatch], loss_scale: float) -> torch.Tensor:
@@ -112,6 +150,7 @@ class Pipeline:
             This rank's share of the step's mean loss, detached (0 on ranks without the last stage; equal on
             tensor-parallel ranks).
         """
+        self._clock.begin_step([f"{len(mb.lengths)} documents, {mb.n_tokens} tokens" for mb in micro_batches])
         if self._schedule is None:
             return self._accumulate(micro_batches, loss_scale)
         return self._run(micro_batches, loss_scale, backward=True)
@@ -135,14 +174,17 @@ class Pipeline:
             is_last = i == len(micro_batches) - 1
             model.set_requires_gradient_sync(is_last)
             model.set_is_last_backward(is_last)
-            loss = model(mb.tokens, **_kwargs(mb, loss_scale))
-            loss.backward()
+            with self._clock.part("forward", i):
+                loss = model(mb.tokens, **_kwargs(mb, loss_scale))
+            with self._clock.part("backward", i):
+                loss.backward()
             total += loss.detach()
         return total
 
     @torch.no_grad()
     def evaluate(self, micro_batches: list[MicroBatch], loss_scale: float) -> torch.Tensor:
         """This rank's share of the mean loss, forward only."""
+        self._clock.begin_step(["validation"] * len(micro_batches))
         with _evaluation(self.models):
             if self._schedule is None:
                 return torch.stack([self.models[0](mb.tokens, **_kwargs(mb, loss_scale)) for mb in micro_batches]).sum()
@@ -150,7 +192,7 @@ class Pipeline:
 
 
 @contextlib.contextmanager
-def _evaluation(models: list[nn.Module]):
+def _evaluation(models: Sequence[nn.Module]):
     for m in models:
         m.eval()
     try:

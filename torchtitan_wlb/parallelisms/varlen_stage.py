@@ -33,6 +33,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.distributed.pipelining.stage import _RecvInfo
 
 from torchtitan_wlb.parallelisms.parallel_dims import count_stages
+from torchtitan_wlb.profiling import MicroBatchClock
 from torchtitan_wlb.simulation.step_time import Action
 
 
@@ -44,6 +45,7 @@ class VarlenStage(PipelineStage):
         stage_index, n_stages: which of how many.
         device, dtype, dim: of the activations [1, T/CP/TP, dim] between stages.
         group: pipeline ranks.
+        clock: told when the parts of micro-batches begin and end.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class VarlenStage(PipelineStage):
         dtype: torch.dtype,
         dim: int,
         group: dist.ProcessGroup,
+        clock: MicroBatchClock,
     ):
         # Static metadata at construction: shapes do not matter, set_lengths gives the real ones.
         hidden = torch.empty(1, 1, dim, dtype=dtype, device="meta", requires_grad=True)
@@ -63,7 +66,7 @@ class VarlenStage(PipelineStage):
         inputs = tokens if stage_index == 0 else hidden
         outputs = loss if stage_index == n_stages - 1 else hidden
         super().__init__(submodule, stage_index, n_stages, device, input_args=inputs, output_args=outputs, group=group)
-        self._dtype, self._dim = dtype, dim
+        self._dtype, self._dim, self._clock = dtype, dim, clock
         self._static = (extract_tensor_metas((inputs,)), extract_tensor_metas((outputs,)))
 
     def set_lengths(self, lengths: list[int]) -> None:
@@ -93,8 +96,17 @@ class VarlenStage(PipelineStage):
                 info.buffer = torch.empty(info.tensor_meta.shape, dtype=self._dtype, device=self.device)
         return super()._get_recv_ops(recv_infos)
 
+    def forward_one_chunk(self, fwd_chunk_id: int, *args, **kwargs):
+        with self._clock.part("forward", fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args, **kwargs):
+        with self._clock.part("backward of the weights", bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
     def backward_one_chunk(self, bwd_chunk_id: int, *args, **kwargs):
-        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        with self._clock.part("backward", bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         for infos in (self.args_recv_info, self.grad_recv_info):
             for info in infos[bwd_chunk_id]:
                 info.buffer = None

@@ -156,6 +156,8 @@ class StepModel:
         """
         m = self.n_micro_batches
         order = np.arange(m)
+        if self.n_ranks == 1:
+            return order.tolist()
         scale = TICKS / max(float((attention + linear).sum()), 1e-30)
         seconds = np.round(self.costs.seconds(attention, linear) * scale).astype(np.int64)
         transfer = np.round(self._transfer(tokens) * scale).astype(np.int64)
@@ -165,7 +167,7 @@ class StepModel:
         pairs = np.array(list(itertools.combinations(range(m), 2)))
         pairs = pairs[:: -(-len(pairs) // MOST_SWAPS)]
         best = self._finish(seconds, transfer, order[None]).max()
-        for _ in range(ROUNDS):
+        for _ in range(max(3, min(ROUNDS, 20_000 // len(self._rows)))):
             orders = np.tile(order, (len(pairs), 1))
             rows = np.arange(len(pairs))
             orders[rows, pairs[:, 0]], orders[rows, pairs[:, 1]] = order[pairs[:, 1]], order[pairs[:, 0]]

@@ -1,0 +1,233 @@
+"""Train the same documents with several packings, interleaved, and compare tokens/s: this machine as a small cluster.
+
+    python scripts/benchmark_step.py --layout dp4 [--cpu-share F] [--schedule S ...] --json OUT
+
+1. Starts its own ranks. More ranks than cores get equal CPU shares of 0.9 x cores / ranks (scripts/cpu_cluster.py).
+2. Profiles attention and the rest of a layer on all ranks at once; packing and predictions use this profile.
+3. Every strategy plans 50 steps without training, so that its queues are in steady state, then trains --steps in
+   --rounds rounds; in a round each strategy trains its next steps, in an order that rotates. Right after, every
+   micro-batch of those steps is run alone, one on each rank at a time.
+4. Lengths have the paper's shape, scaled to the window. The order of documents is the first seed whose trained steps
+   are typical, by prediction (nothing is timed for this choice): work per trained token within 2% of the whole
+   stream's for every strategy that keeps documents whole (else a row is marked invalid), and tokens/s over plain within
+   2% of what they are over 400 steps.
+
+A row is one schedule and strategy. efficiency = ideal / measured with ideal = sum of the times alone / ranks x
+(M + PP - 1) / M. predicted_* come from lengths alone: the profile, the time model of the schedule, and the time of a
+step of almost empty micro-batches. Totals are over all steps; *_rounds show the spread.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import statistics
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from benchmark_rank import DEVICE, LAYOUTS, TYPICAL, Bench, choose_seed, work_per_token
+from cpu_cluster import enter_group, launch
+
+from torchtitan_wlb.data.dataloader import StepDataset
+from torchtitan_wlb.models.llama import llama_configs
+from torchtitan_wlb.packing.planner import StepPlan
+from torchtitan_wlb.packing.settings import PackingSettings
+from torchtitan_wlb.parallelisms.distributed import init_distributed
+from torchtitan_wlb.parallelisms.parallel_dims import count_stages, schedule_problem
+
+STRATEGIES = ("plain", "plain_whole", "fixed", "wlb")
+
+
+def peak_memory(reset: bool) -> float:
+    """Megabytes: start to count, or the peak of this process's memory since then."""
+    if reset:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # what was freed before does not count
+        Path("/proc/self/clear_refs").write_text("5")
+    status = Path("/proc/self/status").read_text()
+    field = "VmRSS" if reset else "VmHWM"
+    return int(status.split(f"{field}:")[1].split()[0]) / 1024
+
+
+def measure(bench: Bench, arguments: argparse.Namespace, schedules: list[str]) -> Iterator[dict[str, Any]]:
+    """Train all schedules and strategies in interleaved rounds; the rows, on every rank."""
+    strategies = tuple(arguments.strategies.split(","))
+    plans = bench.shared(choose_seed(bench, schedules[0], strategies, arguments.steps) if bench.rank == 0 else None)
+    enter_group()
+    per_round = arguments.steps // arguments.rounds
+    variants = [(schedule, strategy) for schedule in schedules for strategy in strategies]
+    steps, overhead = {}, {schedule: bench.overhead(schedule) for schedule in schedules}
+    for schedule, strategy in variants:
+        settings, state, planned = plans[strategy]
+        layout = bench.shard_plans(strategy, bench.pipelines[schedule][3])
+        steps[schedule, strategy] = iter(StepDataset(bench.documents, settings, layout, state))
+        # Warm up with the step that needs most memory.
+        largest = max(range(len(planned)), key=lambda i: (planned[i].padded.max(), planned[i].padded.sum()))
+        before = planned[largest - 1].state if largest else state
+        bench.train(schedule, strategy, next(iter(StepDataset(bench.documents, settings, layout, before))))
+        bench.run_alone([planned[largest]])
+    seconds: dict[tuple[str, str], list[list[float]]] = {v: [] for v in variants}
+    predicted: dict[tuple[str, str], list[float]] = {v: [] for v in variants}
+    alone: dict[str, list[float]] = {s: [] for s in strategies}
+    memory = dict.fromkeys(variants, 0.0)
+    for r in range(arguments.rounds):
+        shift = r % len(variants)
+        for schedule, strategy in variants[shift:] + variants[:shift]:
+            batches = list(islice(steps[schedule, strategy], per_round))
+            before = peak_memory(reset=True) if arguments.memory else 0.0
+            timed = [bench.train(schedule, strategy, batch) for batch in batches]
+            if arguments.memory:
+                memory[schedule, strategy] = max(memory[schedule, strategy], peak_memory(reset=False) - before)
+            seconds[schedule, strategy].append([t for t, _ in timed])
+            predicted[schedule, strategy] += [p + overhead[schedule] for _, p in timed]
+            if arguments.alone_every and r % arguments.alone_every == 0 and schedule == schedules[0]:
+                mine = plans[strategy][2][r * per_round : (r + 1) * per_round]
+                alone[strategy].append(bench.run_alone(mine))
+        if bench.rank == 0:
+            done = {f"{s} {k}": round(sum(seconds[s, k][-1]) / per_round, 2) for s, k in variants}
+            print(f"{bench.layout} round {r + 1} of {arguments.rounds}, seconds a step: {done}", flush=True)
+    for schedule, strategy in variants:
+        peak = torch.tensor(memory[schedule, strategy])
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
+        yield row(
+            bench, schedule, strategy, plans[strategy], seconds[schedule, strategy], predicted[schedule, strategy],
+            alone[strategy], arguments.alone_every,
+        ) | {"peak_memory_mb": peak.item(), "overhead_s": overhead[schedule]}  # fmt: skip
+
+
+def row(
+    bench: Bench,
+    schedule: str,
+    strategy: str,
+    planned: tuple[PackingSettings, dict, list[StepPlan]],
+    rounds: list[list[float]],
+    predicted: list[float],
+    alone: list[float],
+    alone_every: int,
+) -> dict[str, Any]:
+    settings, _, plans = planned
+    n = len(rounds[0])
+    tokens = [sum(p.tokens for p in plans[i : i + n]) for i in range(0, len(plans), n)]
+    measured = [sum(x) for x in rounds]
+    flat = [x for each in rounds for x in each]
+    m = bench.n // bench.dims.dp
+    timed_alone = np.array(measured)[:: max(1, alone_every)]  # the rounds in which they were
+    ideal = np.array(alone) / bench.world_size * (m + bench.dims.pp - 1) / m
+    relative = work_per_token(bench, plans)
+    return {
+        "strategy": strategy,
+        "layout": bench.layout,
+        "tokens_per_s": sum(tokens) / sum(measured),
+        "attended_pairs_per_s": sum(p.attended_pairs for p in plans) / sum(measured),
+        "efficiency": float(ideal.sum() / timed_alone.sum()) if alone else None,
+        "step_time_s": sum(measured) / len(plans),
+        "predicted_step_time_s": sum(predicted) / len(plans),
+        "work_per_token_vs_stream": relative,
+        "valid": strategy == "plain" or bool(abs(relative - 1) <= TYPICAL),
+        "schedule": schedule if bench.dims.pp > 1 else "",
+        "micro_batches": bench.n,
+        "window": bench.window,
+        "cpu_share": bench.share,
+        "seed": settings.seed,
+        "prediction_error": statistics.mean(abs(p - t) / t for p, t in zip(predicted, flat)),
+        "predicted_tokens_per_s": sum(tokens) / sum(predicted),
+        "attention_share": float(sum(p.attention.sum() for p in plans) / sum(p.work.sum() for p in plans)),
+        "imbalance": float(np.mean([p.imbalance for p in plans])),
+        "tokens_per_s_rounds": [a / b for a, b in zip(tokens, measured)],
+        "efficiency_rounds": (ideal / timed_alone).tolist() if alone else None,
+        "step_times_s": flat,
+        "predicted_step_times_s": predicted,
+    }
+
+
+def add_gains(rows: list[dict[str, Any]]) -> None:
+    """Tokens/s over those of plain under the same schedule: of all steps, median over rounds, predicted."""
+    for r in rows:
+        plain = next((p for p in rows if p["strategy"] == "plain" and p["schedule"] == r["schedule"]), None)
+        if plain:
+            by_round = [a / b for a, b in zip(r["tokens_per_s_rounds"], plain["tokens_per_s_rounds"])]
+            r["over_plain"] = r["tokens_per_s"] / plain["tokens_per_s"]
+            r["over_plain_median_of_rounds"] = statistics.median(by_round)
+            r["over_plain_predicted"] = r["predicted_tokens_per_s"] / plain["predicted_tokens_per_s"]
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """One rank."""
+    init_distributed(DEVICE, 600)
+    torch.set_num_threads(1)
+    schedules = arguments.schedule.split(",")
+    rows = list(measure(Bench(arguments, arguments.layout, schedules), arguments, schedules))
+    add_gains(rows)
+    if dist.get_rank() == 0:
+        Path(arguments.json).write_text(json.dumps(rows, indent=1))
+        for r in rows:
+            efficiency = f"{r['efficiency']:.3f}" if r["efficiency"] else "-"
+            print(
+                f"{r['layout']:7} {r['schedule']:24} {r['strategy']:12} {r['tokens_per_s']:8,.0f} tokens/s  "
+                f"x{r.get('over_plain', 0):.3f} (rounds {r.get('over_plain_median_of_rounds', 0):.3f}, predicted "
+                f"{r.get('over_plain_predicted', 0):.3f})  efficiency {efficiency}  step {r['step_time_s']:.3f} s, "
+                f"predicted {r['predicted_step_time_s']:.3f} ({r['prediction_error']:.1%})  "
+                f"work {r['work_per_token_vs_stream']:.3f}  peak {r['peak_memory_mb']:.0f} MB"
+            )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layout", required=True, choices=LAYOUTS)
+    parser.add_argument("--json", required=True)
+    parser.add_argument("--cpu-share", dest="cpu_share", type=float, help="of a core for every rank")
+    parser.add_argument("--schedule", default="1F1B", help="comma-separated; S/1 and S/2 for stages a rank")
+    parser.add_argument("--strategies", default=",".join(STRATEGIES))
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--micro-batches", dest="micro_batches", type=int, default=0, help="N; 0: of the layout")
+    parser.add_argument("--window", type=int, default=0, help="0: of the layout")
+    parser.add_argument("--flavor", default="", choices=["", *llama_configs], help="empty: of the layout")
+    parser.add_argument("--seq-len-multiple", dest="seq_len_multiple", type=int, default=64)
+    parser.add_argument(
+        "--alone-every", dest="alone_every", type=int, default=-1,
+        help="rounds from one to the next with micro-batches run alone; -1: 2, with 8 ranks 3; 0: never",
+    )  # fmt: skip
+    parser.add_argument("--memory", action="store_true", help="measure peak memory; costs the first step of a round")
+    parser.add_argument("--cache", default=".cache/torchtitan_wlb")
+    return parser
+
+
+def main(argv: list[str]) -> None:
+    arguments = parser().parse_args(argv)
+    problems = []
+    cores = os.cpu_count() or 1
+    dp, pp, cp, n, *_ = LAYOUTS[arguments.layout]
+    n, ranks = arguments.micro_batches or n, dp * pp * cp
+    if arguments.alone_every == -1:
+        arguments.alone_every = 3 if ranks > 4 else 2
+    for name in arguments.schedule.split(","):
+        schedule, _, per_rank = name.partition("/")
+        if problem := schedule_problem(schedule, pp, count_stages(schedule, pp, int(per_rank or 2)), n // dp):
+            problems.append(problem)
+    if arguments.steps % arguments.rounds:
+        problems.append("--steps must be a multiple of --rounds")
+    if problems:
+        parser().error("; ".join(problems))
+    if "RANK" in os.environ:
+        work(arguments)
+        return
+    if arguments.cpu_share is None and ranks > cores:
+        arguments.cpu_share = 0.9 * cores / ranks
+    share = ["--cpu-share", str(arguments.cpu_share)] if arguments.cpu_share else []
+    launch([__file__, *argv, *share], ranks, arguments.cpu_share, timeout=1800)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,82 @@
+"""Where the time of a training step goes: a table from a trace that train.py wrote (--profiling.enable_profiling).
+
+    python scripts/summarise_trace.py outputs/.../rank0.json [--json OUT]
+
+Time of the thread that trains, by operator, without what an operator calls; what is in no operator is the host's own
+(Python, FSDP's hooks, waiting for other ranks).
+"""
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+# First match wins; names are those of ATen operators, collectives and profiler annotations.
+CATEGORIES = {
+    "attention": ("flash_attention", "scaled_dot_product"),
+    "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::linear", "aten::matmul"),
+    "collectives": ("gloo", "nccl", "c10d", "fsdp::", "record_param_comms", "_c10d_functional"),
+    "optimizer": ("adam", "sgd", "foreach", "Optimizer."),
+    "norms and softmax": ("norm", "softmax", "logsumexp", "rsqrt"),
+    "copies": ("copy_", "cat", "clone", "index", "zero_", "fill_", "select_backward", "slice_backward", "empty"),
+    "element-wise": ("aten::",),
+}
+
+
+def category(name: str) -> str:
+    return next((c for c, parts in CATEGORIES.items() if any(p in name for p in parts)), "host")
+
+
+def self_times(events: list[dict]) -> dict[str, float]:
+    """Microseconds by operator of one thread's complete events, each without those inside it."""
+    total: dict[str, float] = defaultdict(float)
+    stack: list[tuple[float, str]] = []  # (end, name)
+    for e in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
+        while stack and stack[-1][0] <= e["ts"]:
+            stack.pop()
+        if stack:
+            total[stack[-1][1]] -= e["dur"]
+        total[e["name"]] += e["dur"]
+        stack.append((e["ts"] + e["dur"], e["name"]))
+    return total
+
+
+def summarise(trace: dict) -> dict:
+    """{"step_ms", "share": {category: share of the step}, "operators": [(name, ms), ...] of the 25 longest}."""
+    events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
+    step = max((e for e in events if e["name"].startswith("ProfilerStep")), key=lambda e: e["dur"])
+    inside = [
+        e
+        for e in events
+        if e.get("tid") == step["tid"]
+        and e.get("cat") == "cpu_op"
+        and step["ts"] <= e["ts"]
+        and e["ts"] + e["dur"] <= step["ts"] + step["dur"]
+    ]
+    by_name = self_times(inside)
+    share: dict[str, float] = dict.fromkeys(CATEGORIES, 0.0)
+    for name, us in by_name.items():
+        share[category(name)] = share.get(category(name), 0.0) + us / step["dur"]
+    share["host"] = share.get("host", 0.0) + 1 - sum(share.values())
+    longest = sorted(by_name.items(), key=lambda x: -x[1])[:25]
+    return {"step_ms": step["dur"] / 1e3, "share": share, "operators": [(n, us / 1e3) for n, us in longest]}
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace")
+    parser.add_argument("--json", default="")
+    arguments = parser.parse_args(argv)
+    summary = summarise(json.loads(Path(arguments.trace).read_text()))
+    print(f"step of {summary['step_ms']:.0f} ms")
+    for name, share in sorted(summary["share"].items(), key=lambda x: -x[1]):
+        print(f"{name:20} {share:6.1%}")
+    for name, ms in summary["operators"][:15]:
+        print(f"    {name:60} {ms:9.1f} ms")
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(summary, indent=1))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
