@@ -20,7 +20,7 @@ CATEGORIES = {
     "optimizer": ("adam", "sgd", "foreach", "Optimizer."),
     "norms and softmax": ("norm", "softmax", "logsumexp", "rsqrt"),
     "copies": ("copy_", "cat", "clone", "index", "zero_", "fill_", "select_backward", "slice_backward", "empty"),
-    "element-wise": ("aten::",),
+    "element-wise": ("aten::", "CompiledFxGraph"),
 }
 
 

@@ -86,11 +86,6 @@ def validate(config: JobConfig, world_size: int) -> ParallelDims:
             f"{m.n_layers} layers: every stage needs at least one",
         )
 
-    check(
-        not config.compile.enable or dims.tp == 1,
-        f"--compile.enable with --parallelism.tensor_parallel_degree {dims.tp}: works with degree 1 only so far",
-    )
-
     n = t.global_batch_size
     check(n >= 1 or n == -1, f"--training.global_batch_size {n}: must be -1 or at least 1")
     if n >= 1:

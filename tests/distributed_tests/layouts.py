@@ -93,7 +93,7 @@ def run_case(case: Case, documents, flip: tuple[int, int] | None, out: Path) -> 
             ARGS, stages[i], mesh, dims, cp_group,
             n_ids=N_IDS, max_position=MAX_POSITION, loss_chunk=LOSS_CHUNK, seed=SEED, device=device,
             kernel=SDPA, param_dtype=torch.float32, reduce_dtype=torch.float32,
-            ac_mode=case.ac_mode, compile=case.compile, recompute_kv=case.recompute_kv,
+            ac_mode=case.ac_mode, ac_every=2, compile=case.compile, recompute_kv=case.recompute_kv,
             reshard_after_forward=dims.pp == 1,
         )
         for i in mine

@@ -29,6 +29,8 @@ CASES = {
         Case("pp2-zbv", pp=2, m=4, schedule="ZBVZeroBubble"),
         Case("pp2-dualpipev", pp=2, m=5, schedule="DualPipeV"),
         Case("pp2-zbv-ac", pp=2, m=4, schedule="ZBVZeroBubble", ac_mode="full"),
+        Case("pp2-zbv-compile-ac", pp=2, m=4, schedule="ZBVZeroBubble", compile=True, ac_mode="selective"),
+        Case("tp2-compile", tp=2, compile=True),
     ],
     4: [
         Case("hsdp2x2", dp_replicate=2, dp_shard=2),
@@ -115,7 +117,7 @@ def _outputs(ranks: list[dict], run: int) -> dict[tuple[int, int], torch.Tensor]
     return found
 
 
-@pytest.mark.parametrize("name", [n for n in ALL if not n.endswith("-ac")])
+@pytest.mark.parametrize("name", [n for n in ALL if not n.endswith("-ac") or "compile" in n])
 def test_nothing_leaks_between_documents(results, truth, name):
     ranks = results(name)
     before, after = _outputs(ranks, 0), _outputs(ranks, 1)

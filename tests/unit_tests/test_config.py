@@ -78,7 +78,6 @@ BAD = [
     (["--training.dataset", "wikipedia"], 4, r"training.dataset wikipedia: legal are stdlib, "),
     (["--training.dataset", "text"], 4, r"dataset text needs --training.dataset_path"),
     (["--training.dataset", "stdlib", "stdlib_files", "--training.dataset_weight", "1"], 4, r"dataset_weight .* one positive number for each"),
-    (["--compile.enable", "--parallelism.tensor_parallel_degree", "2"], 8, r"compile.enable with .*tensor_parallel_degree 2: .* 1 only"),
     (["steps", "5"], 4, r"'steps' is not a flag"),
     (["--training.steps"], 4, r"--training.steps needs a value"),
     (["--job.config_file", "nowhere.toml"], 4, r"nowhere.toml: No such file"),

@@ -164,7 +164,9 @@ def test_rope_scaling_keeps_high_and_stretches_low_frequencies():
     scaled = ModelArgs(
         dim=256, n_layers=1, n_heads=2, n_kv_heads=2, ffn_dim=4, rope_theta=500_000.0, rope_scaling=RopeScaling()
     )
-    a, b = (torch.atan2(t[1, 1], t[1, 0]) for t in (rotary_table(x, 4, torch.device("cpu")) for x in (plain, scaled)))
+    a, b = (
+        torch.atan2(t[1, :, 1], t[1, :, 0]) for t in (rotary_table(x, 4, torch.device("cpu")) for x in (plain, scaled))
+    )
     assert torch.equal(a[:20], b[:20])  # wavelengths far below the original context
     torch.testing.assert_close(a[-5:] / 8, b[-5:])
     assert (b <= a).all() and rotary_table(plain, 4, torch.device("cpu")).dtype == torch.float32

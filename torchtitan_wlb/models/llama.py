@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from torchtitan_wlb.context_parallel.attention import context_parallel_attention
 from torchtitan_wlb.data.micro_batch import AttentionMeta
 from torchtitan_wlb.loss import chunked_cross_entropy
 from torchtitan_wlb.models.attention import SDPA, Kernel
+from torchtitan_wlb.models.norm import RMSNorm
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class ModelArgs:
 _LLAMA3: dict[str, Any] = {"rope_theta": 500_000.0, "rope_scaling": RopeScaling()}
 llama_configs = {
     "debugmodel": ModelArgs(dim=128, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=384),
+    "debugmodel_wide": ModelArgs(dim=512, n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=1536),
     # On a CPU, a token of a document of 8K costs these 4.8 times as much as a token of a short one; at 128K on an H100
     # it is 4.7 times for the 7B: the step benchmark trains them.
     "debugmodel_long": ModelArgs(dim=128, n_layers=4, n_heads=8, n_kv_heads=2, ffn_dim=256),
@@ -95,7 +97,7 @@ llama_configs = {
 
 
 def rotary_table(args: ModelArgs, n_positions: int, device: torch.device) -> torch.Tensor:
-    """cos and sin of every position and frequency, fp32 [n_positions, 2, head_dim / 2]."""
+    """cos and sin of every position and frequency, fp32 [n_positions, head_dim / 2, 2]."""
     freqs = args.rope_theta ** -(torch.arange(0, args.head_dim, 2, dtype=torch.float64, device=device) / args.head_dim)
     if s := args.rope_scaling:
         # Wavelengths beyond original / low are stretched by `factor`, those below original / high stay; between, a
@@ -104,14 +106,14 @@ def rotary_table(args: ModelArgs, n_positions: int, device: torch.device) -> tor
         keep = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(0, 1)
         freqs = freqs * (keep + (1 - keep) / s.factor)
     angles = torch.arange(n_positions, dtype=torch.float64, device=device)[:, None] * freqs
-    return torch.stack([angles.cos(), angles.sin()], dim=1).float()
+    return torch.stack([angles.cos(), angles.sin()], dim=-1).float()
 
 
 def apply_rotary(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-    """Rotate neighbouring pairs of features. x: [1, T/CP, H/TP, D], rope: [T/CP, 2, D/2]."""
-    cos, sin = rope[:, None, 0], rope[:, None, 1]
-    even, odd = x.to(torch.promote_types(x.dtype, rope.dtype)).unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)
+    """Rotate neighbouring pairs of features, as complex numbers. x: [1, T/CP, H/TP, D], rope: [T/CP, D/2, 2]."""
+    pairs = x.to(torch.promote_types(x.dtype, rope.dtype)).unflatten(-1, (-1, 2))
+    turned = torch.view_as_complex(pairs) * torch.view_as_complex(rope)[:, None]
+    return torch.view_as_real(turned).flatten(-2).to(x.dtype)
 
 
 class SelfAttention(nn.Module):
@@ -155,14 +157,16 @@ class FeedForward(nn.Module):
 class TransformerBlock(nn.Module):
     def __init__(self, args: ModelArgs):
         super().__init__()
-        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.attention_norm = RMSNorm(args.dim, args.norm_eps)
         self.attention = SelfAttention(args)
-        self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
         self.feed_forward = FeedForward(args)
+        # Of the tokens of all tensor-parallel ranks, before column-wise products; row-wise ones scatter their sum.
+        self.gather: nn.Module = nn.Identity()
 
     def forward(self, x: torch.Tensor, rope: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x), rope=rope, meta=meta)
-        return x + self.feed_forward(self.ffn_norm(x))
+        x = x + self.attention(self.gather(self.attention_norm(x)), rope=rope, meta=meta)
+        return x + self.feed_forward(self.gather(self.ffn_norm(x)))
 
 
 class LossHead(nn.Module):
@@ -172,15 +176,15 @@ class LossHead(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, dim))
         self.n_ids, self.chunk = n_ids, chunk
-        self.tp_group: dist.ProcessGroup | None = None  # set when the model is parallelised
+        # Set when the model is made tensor parallel: a rank has a part of the vocabulary and needs all tokens for it.
+        self.gather: nn.Module = nn.Identity()
+        self.tp_group: dist.ProcessGroup | None = None
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """x [1, T/CP(/TP), dim], labels [1, T/CP] -> loss summed over valid labels."""
-        weight = self.weight
-        if isinstance(x, DTensor):
-            # Every TP rank needs all tokens for its part of the vocabulary; its gradient is a partial sum over the
-            # vocabulary.
-            x = x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        x = self.gather(x)
+        weight: torch.Tensor = self.weight
+        if isinstance(weight, DTensor):
             weight = weight.to_local()
         return chunked_cross_entropy(x[0], weight, labels[0], chunk=self.chunk, n_ids=self.n_ids, group=self.tp_group)
 
@@ -211,9 +215,9 @@ class Transformer(nn.Module):
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim) if 0 in layers else None
         self.layers = nn.ModuleDict({str(i): TransformerBlock(args) for i in layers})
         is_last = args.n_layers - 1 in layers
-        self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps) if is_last else None
+        self.norm = RMSNorm(args.dim, args.norm_eps) if is_last else None
         self.output = LossHead(args.dim, args.vocab_size, n_ids, loss_chunk) if is_last else None
-        self.register_buffer("rope", torch.empty(max_position, 2, args.head_dim // 2), persistent=False)
+        self.register_buffer("rope", torch.empty(max_position, args.head_dim // 2, 2), persistent=False)
 
     def forward(
         self,

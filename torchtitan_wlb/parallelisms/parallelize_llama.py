@@ -6,28 +6,16 @@ compiled, and FSDP2 comes last because it takes parameters as they then are. FSD
 one rank: one code path for precision, gradient reduction and checkpoints.
 """
 
-from typing import cast
-
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
 
 from torchtitan_wlb.models.attention import Kernel
 from torchtitan_wlb.models.llama import ModelArgs, Transformer
 from torchtitan_wlb.parallelisms.parallel_dims import ParallelDims
+from torchtitan_wlb.parallelisms.tensor_parallel import apply_tp
 
 
 def parallelize_llama(
@@ -98,74 +86,6 @@ def build_stage(
     return model
 
 
-class ReplicatedKVHeads(ParallelStyle):
-    """Key or value projection when there are more TP ranks than K/V heads: TP / Hkv ranks compute the same head.
-
-    The weight is replicated over TP, every rank multiplies with the rows of its one head, and the gradient of the
-    weight is a partial sum that FSDP2 reduces over TP (it redistributes gradients to the parameter's placement).
-    """
-
-    def __init__(self, head_dim: int):
-        super().__init__()
-        self.head_dim = head_dim
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        rank, tp = device_mesh.get_local_rank(), device_mesh.size()
-        n_kv_heads = module.out_features // self.head_dim
-        first = rank * n_kv_heads // tp * self.head_dim
-        rows = slice(first, first + self.head_dim)
-
-        def replicate(name: str, m: nn.Module, mesh: DeviceMesh) -> None:
-            m.register_parameter(
-                "weight", nn.Parameter(distribute_tensor(cast(nn.Parameter, m.weight), mesh, [Replicate()]))
-            )
-
-        def forward(x: DTensor) -> torch.Tensor:
-            # Partial: every rank sees its own heads' share of both gradients.
-            local = x.to_local(grad_placements=[Partial()])
-            return F.linear(local, module.weight.to_local(grad_placements=[Partial()])[rows])
-
-        module.forward = forward  # type: ignore[assignment, method-assign]
-        return distribute_module(module, device_mesh, replicate)
-
-
-def apply_tp(model: Transformer, mesh: DeviceMesh) -> None:
-    """Megatron-style tensor parallelism with sequence parallelism, as DTensor plans.
-
-    Between blocks every rank holds T/CP/TP tokens; a block gathers them before its column-wise products and scatters
-    the sum of its row-wise ones.
-    """
-    plan: dict[str, ParallelStyle] = {}
-    if model.tok_embeddings is not None:
-        plan["tok_embeddings"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
-    if model.output is not None:
-        plan["norm"] = SequenceParallel()
-        model.output.weight = nn.Parameter(distribute_tensor(model.output.weight, mesh, [Shard(0)]))
-        model.output.tp_group = mesh.get_group()
-    if plan:
-        parallelize_module(model, mesh, plan)
-    n_kv_heads = model.args.n_kv_heads
-    kv = ColwiseParallel() if n_kv_heads % mesh.size() == 0 else ReplicatedKVHeads(model.args.head_dim)
-    for block in model.layers.values():
-        parallelize_module(
-            block,
-            mesh,
-            {
-                "attention_norm": SequenceParallel(),
-                "attention": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
-                "attention.wq": ColwiseParallel(),
-                "attention.wk": kv,
-                "attention.wv": kv,
-                "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
-                "ffn_norm": SequenceParallel(),
-                "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
-                "feed_forward.w1": ColwiseParallel(),
-                "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
-                "feed_forward.w3": ColwiseParallel(),
-            },
-        )
-
-
 def apply_ac(model: Transformer, every: int) -> None:
     """Recompute the activations of every n-th block in backward."""
     for i, name in enumerate(list(model.layers)):
@@ -175,6 +95,8 @@ def apply_ac(model: Transformer, every: int) -> None:
 
 def apply_compile(model: Transformer) -> None:
     """Compile every block once for all sequence lengths; attention breaks the graph (see SelfAttention.attend)."""
+    # Schedules that split the backward run a graph's backward twice, once for the inputs and once for the weights.
+    torch._functorch.config.donated_buffer = False
     for block in model.layers.values():
         block.compile(dynamic=True)
 
