@@ -91,14 +91,9 @@ def main(config: JobConfig) -> None:
     plan_steps = partial(make_planner, documents)
     checkpoint_folder = Path(config.job.dump_folder) / config.checkpoint.folder
     checkpoint = find_checkpoint(checkpoint_folder, config.checkpoint.load_step) if config.checkpoint.enable else None
-    run_state = read_run_state(checkpoint) if checkpoint else None
     made_with = {"model.flavor": config.model.flavor, "optimizer.name": config.optimizer.name}
+    run_state = read_run_state(checkpoint, made_with) if checkpoint else None
     if run_state:
-        if changed := [k for k, v in made_with.items() if run_state["made_with"][k] != v]:
-            made = run_state["made_with"]
-            raise ConfigError(
-                *(f"--{k}: the checkpoint was made with {made[k]}, configured is {made_with[k]}" for k in changed)
-            )
         settings = reconcile(
             run_state["settings"], settings, fields_left_open(training, config.packing, config.cost_model)
         )

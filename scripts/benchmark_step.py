@@ -19,6 +19,7 @@ step of almost empty micro-batches. Totals are over all steps; *_rounds show the
 
 import argparse
 import ctypes
+import gc
 import json
 import os
 import statistics
@@ -62,6 +63,7 @@ def measure(bench: Bench, arguments: argparse.Namespace, schedules: list[str]) -
     """Train all schedules and strategies in interleaved rounds; the rows, on every rank."""
     strategies = tuple(arguments.strategies.split(","))
     plans = bench.shared(choose_seed(bench, schedules[0], strategies, arguments.steps) if bench.rank == 0 else None)
+    gc.disable()  # as in train.py: all collect at the same time
     enter_group()
     per_round = arguments.steps // arguments.rounds
     variants = [(schedule, strategy) for schedule in schedules for strategy in strategies]
@@ -84,6 +86,8 @@ def measure(bench: Bench, arguments: argparse.Namespace, schedules: list[str]) -
         for schedule, strategy in variants[shift:] + variants[:shift]:
             batches = list(islice(steps[schedule, strategy], per_round))
             before = peak_memory(reset=True) if arguments.memory else 0.0
+            gc.collect()
+            dist.barrier()
             timed = [bench.train(schedule, strategy, batch) for batch in batches]
             if arguments.memory:
                 memory[schedule, strategy] = max(memory[schedule, strategy], peak_memory(reset=False) - before)

@@ -4,4 +4,6 @@
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 # One thread a rank: four ranks share the cores.
 export OMP_NUM_THREADS=1
+# Freed memory stays with the process: glibc would give large blocks back, and every new one would cost page faults.
+export MALLOC_MMAP_THRESHOLD_=4000000000 MALLOC_TRIM_THRESHOLD_=8000000000
 torchrun --nproc-per-node 4 train.py --job.config_file train_configs/debug_cpu.toml "$@"

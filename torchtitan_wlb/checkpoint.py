@@ -51,17 +51,26 @@ def find_checkpoint(folder: Path, load_step: int = -1) -> Path | None:
     return folder / f"step-{complete[-1] if load_step == -1 else load_step}"
 
 
-def read_run_state(checkpoint: Path) -> dict[str, Any]:
+def read_run_state(checkpoint: Path, made_with: dict[str, str]) -> dict[str, Any]:
     """{"step", "settings", "planner", "made_with"} of a checkpoint.
 
+    Args:
+        made_with: {flag: value} that must be as when it was made.
+
     Raises:
-        ConfigError: the file is damaged.
+        ConfigError: the file is damaged, or something was configured differently.
     """
     path = checkpoint / "run_state.json"
     try:
-        return json.loads(path.read_text())
+        state = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"--checkpoint.load_step: {path} cannot be read ({error})") from error
+    made = state["made_with"]
+    if changed := [k for k, v in made_with.items() if made[k] != v]:
+        raise ConfigError(
+            *(f"--{k}: the checkpoint was made with {made[k]}, configured is {made_with[k]}" for k in changed)
+        )
+    return state
 
 
 def set_aside_later(checkpoint: Path) -> None:
