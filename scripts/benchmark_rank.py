@@ -24,15 +24,15 @@ from profile_costs import measure_attention, measure_linear
 
 from torchtitan_wlb.config import JobConfig
 from torchtitan_wlb.context_parallel.kernel_cost import build_kernel_cost
+from torchtitan_wlb.context_parallel.selection import choose_plan
 from torchtitan_wlb.data.dataloader import StepBatch, StepDataset, make_planner
 from torchtitan_wlb.data.documents import Documents, load_documents
-from torchtitan_wlb.data.micro_batch import IGNORE_INDEX, Layout, build_micro_batch
+from torchtitan_wlb.data.micro_batch import IGNORE_INDEX, Layout, MicroBatch, build_micro_batch, pack_documents
 from torchtitan_wlb.data.tokenizer import Tokenizer
 from torchtitan_wlb.models.attention import SDPA
 from torchtitan_wlb.models.llama import Transformer, llama_configs
 from torchtitan_wlb.optimizer import Optimizers
 from torchtitan_wlb.packing.cost_model import DEVICES
-from torchtitan_wlb.packing.packers import deal
 from torchtitan_wlb.packing.planner import StepPlan
 from torchtitan_wlb.packing.profile import read_profile
 from torchtitan_wlb.packing.settings import PackingSettings, resolve_settings
@@ -106,6 +106,7 @@ class Bench:
         self.pipelines = {s: self._pipeline(s) for s in schedules}
         self.alone = Transformer(self.args, n_ids=self.tokenizer.n_ids, max_position=self.window)
         self.alone.init_weights(0, DEVICE)
+        self.reference_then = statistics.median(self.reference() for _ in range(5))  # while the profile is fresh
 
     def shared(self, thing: Any) -> Any:
         """What rank 0 has."""
@@ -178,19 +179,35 @@ class Bench:
         one = Layout(1, 0, 1, 0, 1, 0, "adaptive", self.kernel_cost, without_pipelining(1))
         took = torch.zeros(1, dtype=torch.float64)
         pairs = sorted(((plan.work[b], i, b) for i, plan in enumerate(plans) for b in range(self.n)), reverse=True)
-        mine = deal([work for work, _, _ in pairs], self.world_size, 0, sort=True)[self.rank]
-        for _, i, b in (pairs[j] for j in mine):
+        for _, i, b in pairs[self.rank :: self.world_size]:
             plan, multiple = plans[i], self.config.training.seq_len_multiple
             mb = build_micro_batch(plan.micro_batch(b), self.documents, one, multiple, int(plan.padded[b]))
-            n = max(1, int((mb.labels != IGNORE_INDEX).sum()))
             began = time.perf_counter()
-            self.alone(
-                mb.tokens, positions=mb.positions, meta=mb.attention, labels=mb.labels, loss_scale=1 / n
-            ).backward()
+            self._forward_alone(mb).backward()
             took += time.perf_counter() - began
             self.alone.zero_grad()
         dist.all_reduce(took)
         return took.item()
+
+    def reference(self) -> float:
+        """CPU seconds of a fixed piece of work, mean over ranks: how fast the machine is at this moment."""
+        lengths = [self.window // 16] * 4 + [self.window // 4]
+        total = sum(lengths)
+        plan = choose_plan(lengths, total, 1, "adaptive", self.kernel_cost)
+        tokens = np.zeros(total, np.int64)
+        parts = np.split(tokens, np.cumsum(lengths)[:-1])
+        mb = pack_documents(parts, parts, plan, 0)
+        dist.barrier()
+        began = time.process_time()
+        self._forward_alone(mb).backward()
+        took = torch.tensor(time.process_time() - began, dtype=torch.float64)
+        self.alone.zero_grad()
+        dist.all_reduce(took)
+        return took.item() / self.world_size
+
+    def _forward_alone(self, mb: MicroBatch) -> torch.Tensor:
+        n = max(1, int((mb.labels != IGNORE_INDEX).sum()))
+        return self.alone(mb.tokens, positions=mb.positions, meta=mb.attention, labels=mb.labels, loss_scale=1 / n)
 
     def train(self, schedule: str, strategy: str, batch: StepBatch) -> tuple[float, float]:
         """(seconds of a training step, predicted seconds of its forward and backward on the slowest rank)."""

@@ -14,7 +14,8 @@
 
 A row is one schedule and strategy. efficiency = ideal / measured with ideal = sum of the times alone / ranks x
 (M + PP - 1) / M. predicted_* come from lengths alone: the profile, the time model of the schedule, and the time of a
-step of almost empty micro-batches. Totals are over all steps; *_rounds show the spread.
+step of almost empty micro-batches; they are scaled by a fixed piece of work that is timed with the profile and again in
+every round, since the speed of a shared machine drifts. Totals are over all steps; *_rounds show the spread.
 """
 
 import argparse
@@ -81,7 +82,9 @@ def measure(bench: Bench, arguments: argparse.Namespace, schedules: list[str]) -
     predicted: dict[tuple[str, str], list[float]] = {v: [] for v in variants}
     alone: dict[str, list[float]] = {s: [] for s in strategies}
     memory = dict.fromkeys(variants, 0.0)
+    references = []
     for r in range(arguments.rounds):
+        references += [bench.reference() for _ in range(3)]
         shift = r % len(variants)
         for schedule, strategy in variants[shift:] + variants[:shift]:
             batches = list(islice(steps[schedule, strategy], per_round))
@@ -99,13 +102,15 @@ def measure(bench: Bench, arguments: argparse.Namespace, schedules: list[str]) -
         if bench.rank == 0:
             done = {f"{s} {k}": round(sum(seconds[s, k][-1]) / per_round, 2) for s, k in variants}
             print(f"{bench.layout} round {r + 1} of {arguments.rounds}, seconds a step: {done}", flush=True)
+    drift = statistics.median(references) / bench.reference_then
     for schedule, strategy in variants:
+        predicted[schedule, strategy] = [x * drift for x in predicted[schedule, strategy]]
         peak = torch.tensor(memory[schedule, strategy])
         dist.all_reduce(peak, dist.ReduceOp.MAX)
         yield row(
             bench, schedule, strategy, plans[strategy], seconds[schedule, strategy], predicted[schedule, strategy],
             alone[strategy], arguments.alone_every,
-        ) | {"peak_memory_mb": peak.item(), "overhead_s": overhead[schedule]}  # fmt: skip
+        ) | {"peak_memory_mb": peak.item(), "overhead_s": overhead[schedule], "speed_drift": drift}  # fmt: skip
 
 
 def row(

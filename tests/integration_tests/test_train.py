@@ -196,7 +196,8 @@ def test_loggers_validation_profile_and_end_of_data(corpus, tmp_path):
         *corpus, *layout(pp=2), "--job.dump_folder", str(tmp_path), "--training.epochs", "1", "--training.steps", "100",
         "--metrics.enable_tensorboard", "--metrics.enable_wandb", "--profiling.enable_profiling", "--profiling.profile_freq", "3",
         "--validation.enable", "--validation.dataset", "text", "--validation.dataset_path", corpus[5], "--validation.freq", "2",
-        "--activation_checkpoint.mode", "selective",
+        "--activation_checkpoint.mode", "selective", "--metrics.time_micro_batches",
+        "--parallelism.pipeline_parallel_schedule", "ZBVZeroBubble",
     ]  # fmt: skip
     out = train(flags, WANDB_MODE="offline", WANDB_DIR=str(tmp_path))
     records = lines(tmp_path)
@@ -204,6 +205,17 @@ def test_loggers_validation_profile_and_end_of_data(corpus, tmp_path):
     assert sum(r["docs"] for r in records) == int(re.search(r"documents (\d+)", out)[1])
     assert (tmp_path / f"checkpoint/step-{records[-1]['step']}/.metadata").exists()
     assert list(tmp_path.rglob("*.wandb")) and list(tmp_path.rglob("rank1.json"))
+    assert all(1 <= r["imbalance_measured"] < 5 for r in records)
+    trace = next(tmp_path.rglob("rank1.json"))
+    names = {e["name"] for e in json.loads(trace.read_text())["traceEvents"]}
+    for part in ("forward", "backward", "backward of the weights"):
+        assert any(re.fullmatch(rf"{part} of micro-batch 3, \d+ documents, \d+ tokens", n) for n in names), part
+    table = subprocess.run(
+        [sys.executable, "scripts/summarise_trace.py", str(trace), "--json", str(tmp_path / "table.json")],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    shares = json.loads((tmp_path / "table.json").read_text())["share"]
+    assert "matrix products" in table and sum(shares.values()) == pytest.approx(1) and shares["attention"] > 0
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "tb"))
