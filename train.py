@@ -123,7 +123,7 @@ def main(config: JobConfig) -> None:
         seq_len=training.seq_len,
         device=DEVICES[cost_device],
         bytes_per_token=model_args.dim * dtype.itemsize / (dims.cp * dims.tp),
-        recomputed={"none": 0.0, "selective": 1 / ac.selective_every, "full": 1.0}[ac.mode],
+        recomputed=ac.recomputed,
     )
     layout = Layout(
         dp=dims.dp,

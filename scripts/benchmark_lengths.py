@@ -9,7 +9,6 @@ torch.compile also the number of graphs of every compiled region over all micro-
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
@@ -26,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from benchmark_rank import DEVICE, DTYPE, load_synthetic
-from cpu_cluster import launch
+from cpu_cluster import as_ranks
 
 from torchtitan_wlb.config import JobConfig
 from torchtitan_wlb.context_parallel.kernel_cost import analytic_kernel_cost
@@ -39,7 +38,6 @@ from torchtitan_wlb.packing.cost_model import DEVICES
 from torchtitan_wlb.packing.profile import build_cost_model
 from torchtitan_wlb.packing.settings import resolve_settings
 from torchtitan_wlb.packing.tuning import tune
-from torchtitan_wlb.parallelisms.distributed import init_distributed
 from torchtitan_wlb.parallelisms.parallel_dims import ParallelDims
 from torchtitan_wlb.parallelisms.parallelize_llama import build_stage
 from torchtitan_wlb.parallelisms.pipeline_llama import Pipeline
@@ -108,8 +106,6 @@ def graphs_per_region() -> dict[str, int]:
 
 
 def work(arguments: argparse.Namespace) -> None:
-    init_distributed(DEVICE, 600)
-    torch.set_num_threads(1)
     rows = []
     for compile in (False, True):
         for multiple in map(int, arguments.multiples.split(",")):
@@ -134,8 +130,6 @@ def work(arguments: argparse.Namespace) -> None:
             if dist.get_rank() == 0:
                 print({k: v for k, v in rows[-1].items() if not k.startswith("us_")}, flush=True)
                 Path(arguments.json).write_text(json.dumps(rows, indent=1))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def main(argv: list[str]) -> None:
@@ -146,10 +140,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--cache", default=".cache/torchtitan_wlb")
     arguments = parser.parse_args(argv)
-    if "RANK" in os.environ:
-        work(arguments)
-    else:
-        launch([__file__, *argv], TP, None, timeout=3600)
+    as_ranks(partial(work, arguments), [__file__, *argv], TP, None, timeout=3600)
 
 
 if __name__ == "__main__":

@@ -102,6 +102,8 @@ class Bench:
                 kv_dim=self.args.n_kv_heads * self.args.head_dim, tp=1, bytes_per_value=4,
             )  # fmt: skip
         self.documents = load_synthetic(self.config, self.window)
+        lengths = self.documents.lengths(np.arange(sum(self.documents.sizes)))
+        self.stream_work = self.cost.documents(lengths).sum() / lengths.sum()  # predicted, a token
         self.mesh, self.cp_group = self.dims.build_mesh("cpu"), self.dims.build_cp_group()
         self.pipelines = {s: self._pipeline(s) for s in schedules}
         self.alone = Transformer(self.args, n_ids=self.tokenizer.n_ids, max_position=self.window)
@@ -233,13 +235,11 @@ class Bench:
 
 def work_per_token(bench: Bench, plans: list[StepPlan]) -> float:
     """Predicted work a trained token, relative to the whole stream's."""
-    lengths = bench.documents.lengths(np.arange(sum(bench.documents.sizes)))
-    stream = bench.cost.documents(lengths).sum() / lengths.sum()
     work, tokens = 0.0, 0
     for plan in plans:
         d = plan.spans[:, 2] - plan.spans[:, 1]
         work, tokens = work + bench.cost.documents(d).sum(), tokens + plan.tokens
-    return float(work / tokens / stream)
+    return float(work / tokens / bench.stream_work)
 
 
 def plan_steps(bench: Bench, settings: PackingSettings, steps: int) -> tuple[dict[str, Any], list[StepPlan]]:

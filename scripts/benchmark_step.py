@@ -26,6 +26,7 @@ import os
 import statistics
 import sys
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -37,14 +38,13 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from benchmark_rank import DEVICE, LAYOUTS, TYPICAL, Bench, choose_seed, work_per_token
-from cpu_cluster import enter_group, launch
+from benchmark_rank import LAYOUTS, TYPICAL, Bench, choose_seed, work_per_token
+from cpu_cluster import as_ranks, enter_group
 
 from torchtitan_wlb.data.dataloader import StepDataset
 from torchtitan_wlb.models.llama import llama_configs
 from torchtitan_wlb.packing.planner import StepPlan
 from torchtitan_wlb.packing.settings import PackingSettings
-from torchtitan_wlb.parallelisms.distributed import init_distributed
 from torchtitan_wlb.parallelisms.parallel_dims import count_stages, schedule_problem
 
 STRATEGIES = ("plain", "plain_whole", "fixed", "wlb")
@@ -159,21 +159,19 @@ def row(
     }
 
 
-def add_gains(rows: list[dict[str, Any]]) -> None:
-    """Tokens/s over those of plain under the same schedule: of all steps, median over rounds, predicted."""
+def add_gains(rows: list[dict[str, Any]], base: str = "plain") -> None:
+    """Tokens/s over those of a strategy under the same schedule: of all steps, median over rounds, predicted."""
     for r in rows:
-        plain = next((p for p in rows if p["strategy"] == "plain" and p["schedule"] == r["schedule"]), None)
-        if plain:
-            by_round = [a / b for a, b in zip(r["tokens_per_s_rounds"], plain["tokens_per_s_rounds"])]
-            r["over_plain"] = r["tokens_per_s"] / plain["tokens_per_s"]
-            r["over_plain_median_of_rounds"] = statistics.median(by_round)
-            r["over_plain_predicted"] = r["predicted_tokens_per_s"] / plain["predicted_tokens_per_s"]
+        other = next((p for p in rows if p["strategy"] == base and p["schedule"] == r["schedule"]), None)
+        if other:
+            by_round = [a / b for a, b in zip(r["tokens_per_s_rounds"], other["tokens_per_s_rounds"])]
+            r[f"over_{base}"] = r["tokens_per_s"] / other["tokens_per_s"]
+            r[f"over_{base}_median_of_rounds"] = statistics.median(by_round)
+            r[f"over_{base}_predicted"] = r["predicted_tokens_per_s"] / other["predicted_tokens_per_s"]
 
 
 def work(arguments: argparse.Namespace) -> None:
     """One rank."""
-    init_distributed(DEVICE, 600)
-    torch.set_num_threads(1)
     schedules = arguments.schedule.split(",")
     rows = list(measure(Bench(arguments, arguments.layout, schedules), arguments, schedules))
     add_gains(rows)
@@ -188,8 +186,6 @@ def work(arguments: argparse.Namespace) -> None:
                 f"predicted {r['predicted_step_time_s']:.3f} ({r['prediction_error']:.1%})  "
                 f"work {r['work_per_token_vs_stream']:.3f}  peak {r['peak_memory_mb']:.0f} MB"
             )
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def parser() -> argparse.ArgumentParser:
@@ -231,13 +227,10 @@ def main(argv: list[str]) -> None:
         problems.append("--steps must be a multiple of --rounds")
     if problems:
         parser().error("; ".join(problems))
-    if "RANK" in os.environ:
-        work(arguments)
-        return
     if arguments.cpu_share is None and ranks > cores:
         arguments.cpu_share = 0.9 * cores / ranks
     share = ["--cpu-share", str(arguments.cpu_share)] if arguments.cpu_share else []
-    launch([__file__, *argv, *share], ranks, arguments.cpu_share, timeout=1800)
+    as_ranks(partial(work, arguments), [__file__, *argv, *share], ranks, arguments.cpu_share, timeout=1800)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from torchtitan_wlb.parallelisms.distributed import init_distributed
 
 PERIOD_US = 20_000
 _ROOTS = (Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup"))  # version 1, version 2
@@ -115,3 +122,15 @@ def launch(arguments: list[str], n: int, share: float | None, timeout: float) ->
             for p in ranks:
                 p.kill()
                 p.wait()
+
+
+def as_ranks(work: Callable[[], None], arguments: list[str], n: int, share: float | None, timeout: float) -> None:
+    """The main of a script that starts its own ranks: `work` in each of them, with a process group; else `launch`."""
+    if "RANK" not in os.environ:
+        launch(arguments, n, share, timeout)
+        return
+    init_distributed(torch.device("cpu"), 600)
+    torch.set_num_threads(1)
+    work()
+    dist.barrier()
+    dist.destroy_process_group()

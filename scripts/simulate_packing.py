@@ -85,7 +85,7 @@ def recipe_settings(config: JobConfig, seed: int) -> PackingSettings:
 
 def recipe_pipelines(config: JobConfig, n: int) -> tuple[StepModel, int]:
     """The time model of a recipe's pipelines, and how many there are, for N micro-batches a step."""
-    p, ac = config.parallelism, config.activation_checkpoint
+    p = config.parallelism
     dp = p.data_parallel_replicate_degree * max(1, p.data_parallel_shard_degree)
     args = recipe_args(config)
     plan = plan_pipeline(
@@ -97,7 +97,7 @@ def recipe_pipelines(config: JobConfig, n: int) -> tuple[StepModel, int]:
         seq_len=config.training.seq_len,
         device=DEVICES[detect_device(config.cost_model.device)],
         bytes_per_token=2 * args.dim / (p.tensor_parallel_degree * p.context_parallel_degree),
-        recomputed={"none": 0.0, "selective": 1 / ac.selective_every, "full": 1.0}[ac.mode],
+        recomputed=config.activation_checkpoint.recomputed,
     )
     return plan.step_model, dp
 

@@ -192,6 +192,11 @@ class ActivationCheckpoint:
     selective_every: int = 2
     """Selective: every n-th block is recomputed."""
 
+    @property
+    def recomputed(self) -> float:
+        """Share of the blocks whose forward runs again in backward."""
+        return {"none": 0.0, "selective": 1 / self.selective_every, "full": 1.0}[self.mode]
+
 
 @dataclass
 class Compile:

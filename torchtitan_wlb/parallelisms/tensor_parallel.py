@@ -30,26 +30,18 @@ def _scatter(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
     return _ops.wait_tensor(_ops.reduce_scatter_tensor(x[0].contiguous(), "sum", ranks, group))[None]
 
 
-class _Gather(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
+    """Gather tokens, or scatter their sum; each is the other's backward."""
+
     @staticmethod
-    def forward(ctx, x, ranks: int, group: str):
-        ctx.ranks, ctx.group = ranks, group
-        return _gather(x, ranks, group)
+    def forward(ctx, x, gather: bool, ranks: int, group: str):
+        ctx.gather, ctx.ranks, ctx.group = gather, ranks, group
+        return _gather(x, ranks, group) if gather else _scatter(x, ranks, group)
 
     @staticmethod
     def backward(ctx, grad):
-        return _scatter(grad, ctx.ranks, ctx.group), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, ranks: int, group: str):
-        ctx.ranks, ctx.group = ranks, group
-        return _scatter(x, ranks, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _gather(grad, ctx.ranks, ctx.group), None, None
+        back = _scatter if ctx.gather else _gather
+        return back(grad, ctx.ranks, ctx.group), None, None, None
 
 
 class _Sharded(nn.Module):
@@ -75,7 +67,7 @@ class GatherTokens(nn.Module):
         self.ranks, self.group = mesh.size(), mesh.get_group().group_name
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Gather.apply(x, self.ranks, self.group)
+        return _Exchange.apply(x, True, self.ranks, self.group)
 
 
 class ColumnLinear(_Sharded):
@@ -95,7 +87,7 @@ class RowLinear(_Sharded):
         super().__init__(linear.weight, mesh, Shard(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Scatter.apply(F.linear(x, self.local()), self.ranks, self.group)
+        return _Exchange.apply(F.linear(x, self.local()), False, self.ranks, self.group)
 
 
 class KVHeadLinear(_Sharded):
@@ -133,7 +125,7 @@ class VocabEmbedding(_Sharded):
         ids = ids - self.rank * len(weight)
         mine = (ids >= 0) & (ids < len(weight))
         rows = F.embedding(torch.where(mine, ids, 0), weight) * mine[..., None]
-        return _Scatter.apply(rows, self.ranks, self.group)
+        return _Exchange.apply(rows, False, self.ranks, self.group)
 
 
 def apply_tp(model: Transformer, mesh: DeviceMesh) -> None:
