@@ -45,8 +45,9 @@ from torchtitan_wlb.parallelisms.distributed import (
     set_timeouts,
 )
 from torchtitan_wlb.parallelisms.parallelize_llama import build_stage
-from torchtitan_wlb.parallelisms.pipeline_llama import Pipeline, my_stages, plan_pipeline
+from torchtitan_wlb.parallelisms.pipeline_llama import Pipeline, plan_pipeline
 from torchtitan_wlb.profiling import MicroBatchClock, maybe_memory_snapshot, maybe_profile
+from torchtitan_wlb.simulation.step_time import stages_of
 
 COMPARED_STEPS = 300  # at most so many steps are planned again with `plain` for the closing line
 
@@ -100,13 +101,7 @@ def main(config: JobConfig) -> None:
     else:
         settings = tune(settings, config.packing.target_delay, plan_steps)
     my = dims.coordinates(rank)
-    n_stages, stage_indices = my_stages(
-        my["pp"],
-        dims.pp,
-        parallelism.pipeline_parallel_schedule,
-        parallelism.pipeline_parallel_stages_per_rank,
-    )
-    if problems := batch_problems(settings.n, dims, parallelism.pipeline_parallel_schedule, n_stages):
+    if problems := batch_problems(settings.n, dims, parallelism.pipeline_parallel_schedule):
         raise ConfigError(*problems)
 
     # Loader workers start here, before process groups; pinning memory needs to know the device.
@@ -121,6 +116,7 @@ def main(config: JobConfig) -> None:
         stages_per_rank=parallelism.pipeline_parallel_stages_per_rank,
         m=settings.n // dims.dp,
         seq_len=training.seq_len,
+        cost=settings.cost,
         device=DEVICES[cost_device],
         bytes_per_token=model_args.dim * dtype.itemsize / (dims.cp * dims.tp),
         recomputed=ac.recomputed,
@@ -185,7 +181,7 @@ def main(config: JobConfig) -> None:
             recompute_kv=config.context_parallel.recompute_kv,
             reshard_after_forward=reshard,
         )
-        for i in stage_indices
+        for i in stages_of(plan.actions[my["pp"]])
     ]
     parameters = [p for model in models for p in model.parameters()]
     logger.info(
@@ -196,10 +192,7 @@ def main(config: JobConfig) -> None:
     clock = MicroBatchClock(device, config.metrics.time_micro_batches)
     pipeline = Pipeline(
         models,
-        stage_indices=stage_indices,
-        n_stages=n_stages,
         actions=plan.actions,
-        n_micro_batches=settings.n // dims.dp,
         mesh=mesh,
         device=device,
         dtype=dtype,

@@ -58,8 +58,8 @@ def build_pipeline(compile: bool) -> Pipeline:
         kernel=SDPA, param_dtype=DTYPE, reduce_dtype=DTYPE, reshard_after_forward=False, compile=compile,
     )  # fmt: skip
     return Pipeline(
-        [model], stage_indices=[0], n_stages=1, actions=[], n_micro_batches=N, mesh=mesh, device=DEVICE, dtype=DTYPE,
-        dim=args.dim, tp=TP, clock=MicroBatchClock(DEVICE, timed=False),
+        [model], actions=[], mesh=mesh, device=DEVICE, dtype=DTYPE, dim=args.dim, tp=TP,
+        clock=MicroBatchClock(DEVICE, timed=False),
     )  # fmt: skip
 
 
@@ -136,8 +136,8 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", required=True)
     parser.add_argument("--multiples", default="16,64,128,256")
-    parser.add_argument("--warmup", type=int, default=15, help="steps of both kinds before measuring")
-    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--warmup", type=int, default=20, help="steps of both kinds before measuring")
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--cache", default=".cache/torchtitan_wlb")
     arguments = parser.parse_args(argv)
     as_ranks(partial(work, arguments), [__file__, *argv], TP, None, timeout=3600)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
+from cpu_cluster import enter_group, leave_group
 from profile_costs import measure_attention, measure_linear
 
 from torchtitan_wlb.config import JobConfig
@@ -41,9 +42,9 @@ from torchtitan_wlb.packing.tuning import tune
 from torchtitan_wlb.parallelisms.distributed import clip_grad_norm, gather_step, read_steps
 from torchtitan_wlb.parallelisms.parallel_dims import ParallelDims
 from torchtitan_wlb.parallelisms.parallelize_llama import build_stage
-from torchtitan_wlb.parallelisms.pipeline_llama import Pipeline, my_stages, plan_pipeline
+from torchtitan_wlb.parallelisms.pipeline_llama import Pipeline, plan_pipeline
 from torchtitan_wlb.profiling import MicroBatchClock
-from torchtitan_wlb.simulation.step_time import StepModel, without_pipelining
+from torchtitan_wlb.simulation.step_time import StepModel, stages_of, without_pipelining
 
 # degrees (dp, pp, cp), micro-batches a step, context window, model (a pipeline needs layers to cut)
 LAYOUTS = {
@@ -51,11 +52,11 @@ LAYOUTS = {
     "pp2": (1, 2, 1, 2, 8192, "debugmodel_long"),
     "cp2": (1, 1, 2, 2, 8192, "debugmodel_long"),
     "dp4": (4, 1, 1, 4, 8192, "debugmodel_long"),
-    "pp4": (1, 4, 1, 4, 8192, "debugmodel_small"),
+    "pp4": (1, 4, 1, 4, 8192, "debugmodel_long"),
     "dp2pp4": (2, 4, 1, 8, 8192, "debugmodel_small"),
     "dp4cp2": (4, 1, 2, 4, 8192, "debugmodel_long"),
 }
-PLANNED, LONG, ORDERS, TYPICAL = 50, 400, 200, 0.02
+PLANNED, LONG, ORDERS, TYPICAL = 50, 400, 60, 0.02
 DEVICE, DTYPE = torch.device("cpu"), torch.float32
 
 
@@ -88,11 +89,15 @@ class Bench:
         self.dims = ParallelDims(dp_replicate=1, dp_shard=dp, cp=cp, tp=1, pp=pp)
         self.share, self.recomputes = arguments.cpu_share or 1.0, arguments.recompute
         self.tokenizer = Tokenizer("bytes")
-        self.args = replace(llama_configs[arguments.flavor or flavor], vocab_size=self.tokenizer.padded_vocab_size)
+        # Hardly padded: the head of so small a model is a large part of its stage.
+        vocab_size = -(-self.tokenizer.n_ids // 8) * 8
+        self.args = replace(llama_configs[arguments.flavor or flavor], vocab_size=vocab_size)
         self.config = JobConfig()
         t = self.config.training
         t.seq_len_multiple, t.dataset_cache, t.global_batch_size = arguments.seq_len_multiple, arguments.cache, self.n
+        enter_group()
         profile = self.shared(self._profile())
+        leave_group()
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
             file.write(profile)
             file.flush()
@@ -117,8 +122,9 @@ class Bench:
         return boxed[0]
 
     def _profile(self) -> str:
-        """Profile in wall milliseconds under the CPU share: CPU seconds, measured on all ranks at once, over the
-        share. (A short run under a quota is either not throttled at all or for half a period.)"""
+        """Profile in wall milliseconds under the CPU share: CPU seconds, measured on all ranks at once under their
+        quotas (caches are cold after every period), over the share. (The wall time of a short run has a whole period of
+        waiting in it, or none.)"""
         dist.barrier()
         longest = self.window
         attention = measure_attention(
@@ -136,10 +142,9 @@ class Bench:
         dims, args, my = self.dims, self.args, self.dims.coordinates(self.rank)
         schedule, _, count = schedule.partition("/")
         per_rank = int(count or 2)
-        n_stages, mine = my_stages(my["pp"], dims.pp, schedule, per_rank)
         plan = plan_pipeline(
             args, schedule=schedule, pp=dims.pp, stages_per_rank=per_rank, m=self.n // dims.dp,
-            seq_len=self.window // 4, recomputed=float(self.recomputes), device=DEVICES["cpu"],
+            seq_len=self.window // 4, cost=self.cost, recomputed=float(self.recomputes), device=DEVICES["cpu"],
             bytes_per_token=args.dim * 4 / dims.cp,
         )  # fmt: skip
         models = [
@@ -149,11 +154,11 @@ class Bench:
                 kernel=SDPA, param_dtype=DTYPE, reduce_dtype=DTYPE, reshard_after_forward=False,
                 ac_mode="full" if self.recomputes else "none",
             )
-            for i in mine
+            for i in stages_of(plan.actions[my["pp"]])
         ]  # fmt: skip
         pipeline = Pipeline(
-            models, stage_indices=mine, n_stages=n_stages, actions=plan.actions, n_micro_batches=self.n // dims.dp,
-            mesh=self.mesh, device=DEVICE, dtype=DTYPE, dim=args.dim, tp=1, clock=MicroBatchClock(DEVICE, timed=False),
+            models, actions=plan.actions, mesh=self.mesh, device=DEVICE, dtype=DTYPE, dim=args.dim, tp=1,
+            clock=MicroBatchClock(DEVICE, timed=False),
         )  # fmt: skip
         parameters = [p for m in models for p in m.parameters()]
         return pipeline, parameters, Optimizers(models, self.config.optimizer), plan.step_model
@@ -182,7 +187,7 @@ class Bench:
         took = torch.zeros(1, dtype=torch.float64)
         pairs = sorted(((plan.work[b], i, b) for i, plan in enumerate(plans) for b in range(self.n)), reverse=True)
         for _, i, b in pairs[self.rank :: self.world_size]:
-            plan, multiple = plans[i], self.config.training.seq_len_multiple
+            plan, multiple = plans[i], self.config.training.length_multiple
             mb = build_micro_batch(plan.micro_batch(b), self.documents, one, multiple, int(plan.padded[b]))
             began = time.perf_counter()
             self._forward_alone(mb).backward()
@@ -227,7 +232,7 @@ class Bench:
 
     def overhead(self, schedule: str) -> float:
         """Seconds of a step beside its forward and backward: median over steps of almost empty micro-batches."""
-        settings = replace(self.settings("plain", 0), seq_len=self.config.training.seq_len_multiple)
+        settings = replace(self.settings("plain", 0), seq_len=self.config.training.length_multiple)
         steps = iter(StepDataset(self.documents, settings, self.shard_plans("plain", self.pipelines[schedule][3])))
         took = [self.train(schedule, "plain", batch) for batch in islice(steps, 9)]
         return max(0.0, statistics.median(a - b for a, b in took[2:]))

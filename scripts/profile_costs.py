@@ -152,7 +152,7 @@ def check(config: JobConfig, profile: str, args: ModelArgs, tokenizer: Tokenizer
     rows = []
     for plan in planner(replace(wlb, strategy="plain")):  # different work in every micro-batch
         for b in range(4):
-            mb = build_micro_batch(plan.micro_batch(b), documents, layout, t.seq_len_multiple).to(device)
+            mb = build_micro_batch(plan.micro_batch(b), documents, layout, t.length_multiple).to(device)
             valid = int((mb.labels != IGNORE_INDEX).sum())
 
             def run(mb=mb, valid=valid):

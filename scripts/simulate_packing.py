@@ -83,8 +83,8 @@ def recipe_settings(config: JobConfig, seed: int) -> PackingSettings:
     )
 
 
-def recipe_pipelines(config: JobConfig, n: int) -> tuple[StepModel, int]:
-    """The time model of a recipe's pipelines, and how many there are, for N micro-batches a step."""
+def recipe_pipelines(config: JobConfig, settings: PackingSettings) -> tuple[StepModel, int]:
+    """The time model of a recipe's pipelines, and how many there are."""
     p = config.parallelism
     dp = p.data_parallel_replicate_degree * max(1, p.data_parallel_shard_degree)
     args = recipe_args(config)
@@ -93,8 +93,9 @@ def recipe_pipelines(config: JobConfig, n: int) -> tuple[StepModel, int]:
         schedule=p.pipeline_parallel_schedule,
         pp=p.pipeline_parallel_degree,
         stages_per_rank=p.pipeline_parallel_stages_per_rank,
-        m=n // dp,
+        m=settings.n // dp,
         seq_len=config.training.seq_len,
+        cost=settings.cost,
         device=DEVICES[detect_device(config.cost_model.device)],
         bytes_per_token=2 * args.dim / (p.tensor_parallel_degree * p.context_parallel_degree),
         recomputed=config.activation_checkpoint.recomputed,
@@ -132,7 +133,7 @@ def main(argv: list[str]) -> None:
     config = load_config(rest)
     stream = Stream(arguments.lengths, config)
     base = recipe_settings(config, arguments.seed)
-    model, dp = recipe_pipelines(config, base.n)
+    model, dp = recipe_pipelines(config, base)
     print(f"{len(stream.lengths):,} documents, mean {stream.lengths.mean():,.0f} tokens; {base.describe()}")
     rows: list[dict] = []
     traces = {}

@@ -5,6 +5,7 @@ the same; [packing], [context_parallel] and [cost_model] are ours. `config_manag
 and counts of -1 mean "resolved at start", as the help text says.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -62,8 +63,9 @@ class Training:
     """Context window in tokens: no document is longer."""
     long_documents: Literal["split", "truncate", "drop"] = "split"
     """What happens to a document longer than the context window. Counted and logged."""
-    seq_len_multiple: int = 64
-    """Micro-batch lengths are rounded up to a multiple of this, so that few distinct shapes occur."""
+    seq_len_multiple: int = -1
+    """Micro-batch lengths are rounded up to a multiple of this, so that few distinct shapes occur. -1: the largest
+    power of two up to a 128th of the context window that divides it (padding is half of that: 0.4%)."""
     steps: int = 100
     """Optimizer steps of the run (counted from the first start)."""
     epochs: int = 0
@@ -83,6 +85,13 @@ class Training:
     """Loader processes that plan and build steps ahead; 0 does it between the steps."""
     gc_freq: int = 50
     """Steps between Python garbage collections (they stall all ranks, so all collect at the same step)."""
+
+    @property
+    def length_multiple(self) -> int:
+        """seq_len_multiple, -1 resolved."""
+        if self.seq_len_multiple != -1:
+            return self.seq_len_multiple
+        return math.gcd(self.seq_len, 1 << max(0, self.seq_len.bit_length() - 8))
 
 
 @dataclass

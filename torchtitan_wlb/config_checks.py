@@ -89,10 +89,13 @@ def validate(config: JobConfig, world_size: int) -> ParallelDims:
     n = t.global_batch_size
     check(n >= 1 or n == -1, f"--training.global_batch_size {n}: must be -1 or at least 1")
     if n >= 1:
-        problems.extend(batch_problems(n, dims, p.pipeline_parallel_schedule, n_stages))
+        problems.extend(batch_problems(n, dims, p.pipeline_parallel_schedule))
 
     unit = dims.cp * math.lcm(2, dims.tp)
-    check(t.seq_len_multiple >= 1, f"--training.seq_len_multiple {t.seq_len_multiple}: must be at least 1")
+    check(
+        t.seq_len_multiple >= 1 or t.seq_len_multiple == -1,
+        f"--training.seq_len_multiple {t.seq_len_multiple}: must be -1 or at least 1",
+    )
     check(t.seq_len >= 2, f"--training.seq_len {t.seq_len}: must be at least 2")
     check(
         t.seq_len % unit == 0,
@@ -171,11 +174,11 @@ def validate(config: JobConfig, world_size: int) -> ParallelDims:
     return dims
 
 
-def batch_problems(n: int, dims: ParallelDims, schedule: str, n_stages: int) -> list[str]:
+def batch_problems(n: int, dims: ParallelDims, schedule: str) -> list[str]:
     """What speaks against N micro-batches a step in this layout, in config words."""
     if n % dims.dp:
         return [f"--training.global_batch_size {n}: must be a multiple of the {dims.dp} data-parallel ranks"]
-    reason = schedule_problem(schedule, dims.pp, n_stages, n // dims.dp)
+    reason = schedule_problem(schedule, dims.pp, n // dims.dp)
     return (
         [f"--training.global_batch_size {n} gives {n // dims.dp} micro-batches a data-parallel rank: {reason}"]
         if reason

@@ -26,7 +26,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             local = (y - first_id).clamp(0, len(weight) - 1)
             mine = (y >= first_id) & (y < first_id + len(weight))
             target = torch.where(mine, logits.gather(1, local[:, None])[:, 0], 0.0)
-            sums = torch.stack([(logits - top[:, None]).exp().sum(-1), target])
+            sums = torch.stack([logits.sub_(top[:, None]).exp_().sum(-1), target])
             if group is not None:
                 dist.all_reduce(sums, group=group)
             lse.append(top + sums[0].log())
@@ -41,11 +41,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=lse.dtype)  # sums over chunks, in at least fp32
         chunks = (x.split(ctx.chunk) for x in (hidden, labels, lse, d_hidden))
         for h, y, l, dh in zip(*chunks):
-            d_logits = (_logits(h, weight, ctx.n_ids, ctx.first_id) - l[:, None]).exp()
+            d_logits = _logits(h, weight, ctx.n_ids, ctx.first_id).sub_(l[:, None]).exp_()
             local = (y - ctx.first_id).clamp(0, len(weight) - 1)
             mine = (y >= ctx.first_id) & (y < ctx.first_id + len(weight))
             d_logits.scatter_add_(1, local[:, None], -mine[:, None].to(d_logits.dtype))
-            d_logits = (d_logits * (y != IGNORE_INDEX)[:, None] * grad).to(hidden.dtype)
+            d_logits = d_logits.mul_(((y != IGNORE_INDEX) * grad)[:, None]).to(hidden.dtype)
             torch.mm(d_logits, weight, out=dh)
             d_weight += torch.mm(d_logits.T, h)
         return d_hidden, d_weight.to(weight.dtype), None, None, None, None, None

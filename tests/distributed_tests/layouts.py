@@ -16,11 +16,12 @@ from torchtitan_wlb.models.attention import SDPA
 from torchtitan_wlb.models.llama import ModelArgs, Transformer
 from torchtitan_wlb.packing.cost_model import DEVICES
 from torchtitan_wlb.parallelisms.distributed import clip_grad_norm, gather_step, read_steps
-from torchtitan_wlb.parallelisms.parallel_dims import ParallelDims
+from torchtitan_wlb.parallelisms.parallel_dims import ParallelDims, count_stages
 from torchtitan_wlb.parallelisms.parallelize_llama import build_stage
-from torchtitan_wlb.parallelisms.pipeline_llama import Pipeline, my_stages, split_layers
+from torchtitan_wlb.parallelisms.pipeline_llama import Pipeline, split_layers
 from torchtitan_wlb.parallelisms.varlen_stage import schedule_actions
 from torchtitan_wlb.profiling import MicroBatchClock
+from torchtitan_wlb.simulation.step_time import stages_of
 
 N_IDS = 259
 KERNEL_COST = analytic_kernel_cost(DEVICES["cpu"], 1.0, 1.0)
@@ -86,8 +87,8 @@ def run_case(case: Case, documents, flip: tuple[int, int] | None, out: Path) -> 
     rank = dist.get_rank()
     my = dims.coordinates(rank)
     mesh, cp_group = dims.build_mesh("cpu"), dims.build_cp_group()
-    n_stages, mine = my_stages(my["pp"], dims.pp, case.schedule, case.stages_per_rank)
-    stages = split_layers(ARGS.n_layers, n_stages, 1.0, 0.5)
+    stages = split_layers(ARGS.n_layers, count_stages(case.schedule, dims.pp, case.stages_per_rank), 1.0, 0.5)
+    actions = schedule_actions(case.schedule, dims.pp, case.m, case.stages_per_rank)
     models = [
         build_stage(
             ARGS, stages[i], mesh, dims, cp_group,
@@ -96,11 +97,11 @@ def run_case(case: Case, documents, flip: tuple[int, int] | None, out: Path) -> 
             ac_mode=case.ac_mode, ac_every=2, compile=case.compile, recompute_kv=case.recompute_kv,
             reshard_after_forward=dims.pp == 1,
         )
-        for i in mine
+        for i in stages_of(actions[my["pp"]])
     ]  # fmt: skip
     pipeline = Pipeline(
-        models, stage_indices=mine, n_stages=n_stages, actions=schedule_actions(case.schedule, dims.pp, case.m, case.stages_per_rank), n_micro_batches=case.m,
-        mesh=mesh, device=device, dtype=torch.float32, dim=ARGS.dim, tp=dims.tp, clock=MicroBatchClock(device, timed=False),
+        models, actions=actions, mesh=mesh, device=device, dtype=torch.float32, dim=ARGS.dim, tp=dims.tp,
+        clock=MicroBatchClock(device, timed=False),
     )  # fmt: skip
 
     hidden: list[torch.Tensor] = []

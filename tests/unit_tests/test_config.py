@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_wlb.config import ConfigError, JobConfig
+from torchtitan_wlb.config import ConfigError, JobConfig, Training
 from torchtitan_wlb.config_checks import settings_without_effect, validate
 from torchtitan_wlb.config_manager import load_config
 
@@ -96,6 +96,12 @@ def test_toml_types_are_strict(tmp_path):
     with pytest.raises(ConfigError) as error:
         load_config(["--job.config_file", str(toml)])
     assert len(error.value.problems) == 3
+
+
+def test_lengths_are_rounded_to_a_128th_of_the_window():
+    for window, multiple in ((131072, 1024), (8192, 64), (4096, 32), (6000, 16), (100, 1)):
+        assert Training(seq_len=window).length_multiple == multiple
+    assert Training(seq_len=4096, seq_len_multiple=64).length_multiple == 64
 
 
 def test_settings_without_effect_are_named():

@@ -18,7 +18,9 @@ from torchtitan_wlb.models import attention
 from torchtitan_wlb.models.attention import SDPA, select_kernel
 from torchtitan_wlb.models.llama import ModelArgs, RopeScaling, Transformer, llama_configs, rotary_table
 from torchtitan_wlb.packing.cost_model import DEVICES
-from torchtitan_wlb.parallelisms.pipeline_llama import my_stages, split_layers
+from torchtitan_wlb.parallelisms.pipeline_llama import split_layers
+from torchtitan_wlb.parallelisms.varlen_stage import schedule_actions
+from torchtitan_wlb.simulation.step_time import stages_of
 
 
 def dense_attention(q, k, v, segments):
@@ -191,6 +193,6 @@ def test_split_layers_evens_out_the_head():
     assert split_layers(9, 2, 1.0, 1.0) == [range(0, 5), range(5, 9)]
     assert [len(r) for r in split_layers(7, 4, 1.0, 2.0)] == [2, 2, 2, 1]
     assert [len(r) for r in split_layers(4, 4, 1.0, 9.0)] == [1, 1, 1, 1]
-    assert my_stages(1, 2, "Interleaved1F1B", 3) == (6, [1, 3, 5])
-    assert my_stages(1, 4, "ZBVZeroBubble", 2) == (8, [1, 6])
-    assert my_stages(0, 1, "Interleaved1F1B", 3) == my_stages(0, 1, "DualPipeV", 2) == (1, [0])
+    assert stages_of(schedule_actions("Interleaved1F1B", 2, 4, 3)[1]) == [1, 3, 5]
+    assert stages_of(schedule_actions("ZBVZeroBubble", 4, 8, 2)[1]) == [1, 6]
+    assert stages_of(schedule_actions("DualPipeV", 1, 4, 2)[0]) == [0]

@@ -105,4 +105,6 @@ def context_parallel_attention(
     Returns:
         [1, T/CP, Hq/TP, D]; zero on padding.
     """
-    return _Attention.apply(q[0], k[0], v[0], meta, kernel, group, recompute_kv)[None]
+    # squeeze: the backward of an index would fill a tensor of zeros and copy into it.
+    q, k, v = (x.squeeze(0) for x in (q, k, v))
+    return _Attention.apply(q, k, v, meta, kernel, group, recompute_kv)[None]

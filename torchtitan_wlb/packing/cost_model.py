@@ -74,6 +74,7 @@ class CostModel:
         token_cost: seconds of one token in everything but attention.
         knots, rates: attention FLOP/s at document lengths. Outside the knots the nearest rate is used.
         fixed_cost: seconds of a micro-batch that do not depend on its documents.
+        head_share: of token_cost, what the output head and the loss take.
     """
 
     pair_flops: float
@@ -81,6 +82,7 @@ class CostModel:
     knots: tuple[int, ...]
     rates: tuple[float, ...]
     fixed_cost: float = 0.0
+    head_share: float = 0.0
 
     def attention(self, lengths: np.ndarray) -> np.ndarray:
         """Seconds of attention of whole documents, [n] for lengths [n]."""
@@ -109,6 +111,7 @@ def analytic_cost_model(
     dim: int,
     kv_dim: int,
     linear_flops_per_token: float,
+    head_flops_per_token: float,
     attention_flops_per_pair: float,
     tp: int = 1,
     cp: int = 1,
@@ -123,18 +126,21 @@ def analytic_cost_model(
 
     Args:
         linear_flops_per_token: forward FLOPs of one token in all matrix products of the model.
+        head_flops_per_token: of these, in the output head.
         attention_flops_per_pair: forward FLOPs of one attended (query, key) pair, all layers and heads.
         layers, dim, kv_dim: of the model; tp, cp: of the layout; bytes_per_value: of activations.
     """
     matmul = linear_flops_per_token * (1 + BACKWARD_MATMUL) / device.matmul / (tp * cp)
     tp_bytes = 8 * (tp - 1) / tp * dim * bytes_per_value / cp
     cp_bytes = 2 * 2 * (cp - 1) / cp * kv_dim / tp * bytes_per_value
+    token_cost = matmul + layers * (tp_bytes + cp_bytes) / device.link
     return CostModel(
         pair_flops=attention_flops_per_pair * (1 + BACKWARD_ATTENTION) / (tp * cp),
-        token_cost=matmul + layers * (tp_bytes + cp_bytes) / device.link,
+        token_cost=token_cost,
         knots=device.knots,
         rates=device.rates,
         fixed_cost=layers * device.latency * (8 * (tp > 1) + 2 * (cp > 1)),
+        head_share=matmul * head_flops_per_token / linear_flops_per_token / token_cost,
     )
 
 

@@ -36,6 +36,7 @@ def build_cost_model(profile: str, device: str, args: ModelArgs, *, tp: int, cp:
         dim=args.dim,
         kv_dim=args.n_kv_heads * args.head_dim,
         linear_flops_per_token=args.linear_flops_per_token(args.vocab_size),
+        head_flops_per_token=args.head_flops_per_token(args.vocab_size),
         attention_flops_per_pair=args.attention_flops_per_pair(),
         tp=tp,
         cp=cp,
@@ -52,7 +53,9 @@ def read_profile(path: str, args: ModelArgs, *, tp: int, cp: int) -> CostModel:
         measured = json.loads(Path(path).read_text())
         shape = {k: measured["model"][k] for k in ("dim", "n_heads", "n_kv_heads", "ffn_dim")}
         whole = sorted((r["q"], r["forward_ms"] + r["backward_ms"]) for r in measured["attention"] if r["q"] == r["k"])
-        rest = np.array([(r["tokens"], r["layer_ms"] * args.n_layers + r["head_ms"]) for r in measured["linear"]])
+        rest = np.array(
+            [(r["tokens"], r["layer_ms"] * args.n_layers + r["head_ms"], r["head_ms"]) for r in measured["linear"]]
+        )
         measured_tp = measured["tp"]
     except (OSError, KeyError, ValueError) as error:
         raise ConfigError(
@@ -77,4 +80,5 @@ def read_profile(path: str, args: ModelArgs, *, tp: int, cp: int) -> CostModel:
         knots=tuple(int(k) for k in knots),
         rates=rates,
         fixed_cost=max(0.0, float(fixed) * 1e-3),
+        head_share=float(np.mean(rest[:, 2] / rest[:, 1])),
     )

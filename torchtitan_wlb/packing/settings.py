@@ -94,7 +94,7 @@ def resolve_settings(
         cost: workload model to freeze.
         documents: fingerprint of all document lengths.
     """
-    multiple = training.seq_len_multiple
+    multiple = training.length_multiple
     budget = packing.max_tokens_in_flight
     return PackingSettings(
         strategy=packing.strategy,

@@ -71,13 +71,13 @@ class ParallelDims:
         return mesh["dp_replicate", "dp_shard_cp"] if self.dp_replicate > 1 else mesh["dp_shard_cp"]
 
 
-def schedule_problem(schedule: str, pp: int, n_stages: int, m: int) -> str:
+def schedule_problem(schedule: str, pp: int, m: int) -> str:
     """Why a schedule refuses M micro-batches, "" if it accepts (the rules of torch.distributed.pipelining)."""
     if pp == 1:
         return ""
     flag = f"--parallelism.pipeline_parallel_degree {pp}"
-    if schedule == "1F1B" and m < n_stages:
-        return f"1F1B needs at least {n_stages} ({flag})"
+    if schedule == "1F1B" and m < pp:
+        return f"1F1B needs at least {pp} ({flag})"
     if schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and (m < pp or m % max(1, m // pp)):
         return f"{schedule} needs M >= {pp} with M divisible by M // {pp} ({flag})"
     if schedule == "ZBVZeroBubble" and m < pp:

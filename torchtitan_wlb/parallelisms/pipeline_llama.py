@@ -9,17 +9,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_wlb.data.micro_batch import MicroBatch
 from torchtitan_wlb.models.llama import ModelArgs
-from torchtitan_wlb.packing.cost_model import Device
-from torchtitan_wlb.parallelisms.parallel_dims import V_SCHEDULES, count_stages
+from torchtitan_wlb.packing.cost_model import CostModel, Device
+from torchtitan_wlb.parallelisms.parallel_dims import count_stages
 from torchtitan_wlb.parallelisms.varlen_stage import VarlenSchedule, VarlenStage, schedule_actions
 from torchtitan_wlb.profiling import MicroBatchClock
-from torchtitan_wlb.simulation.step_time import Action, StageCosts, StepModel
+from torchtitan_wlb.simulation.step_time import Action, StageCosts, StepModel, stages_of
 
 
 def split_layers(
@@ -67,6 +68,7 @@ def plan_pipeline(
     stages_per_rank: int,
     m: int,
     seq_len: int,
+    cost: CostModel,
     device: Device,
     bytes_per_token: float,
     recomputed: float = 0.0,
@@ -75,14 +77,18 @@ def plan_pipeline(
 
     Args:
         m: micro-batches of a step.
-        seq_len: context window; attention of half of it counts in the cost of a layer.
+        seq_len: of the documents for which stages take the same time.
+        cost: of layers and head.
         device: for the transfers. bytes_per_token: of the activations between stages.
         recomputed: share of the blocks under activation checkpointing.
     """
     n_stages = count_stages(schedule, pp, stages_per_rank)
-    layer, head = args.layer_flops_per_token, args.head_flops_per_token(args.vocab_size)
-    whole_layer = layer + args.layer_flops_per_pair * seq_len / 2
-    stages = split_layers(args.n_layers, n_stages, whole_layer, head, args.embedding_cost())
+    # Seconds a token.
+    head = cost.token_cost * cost.head_share
+    layer = (cost.token_cost - head) / args.n_layers
+    attention = float(cost.attention(np.array([seq_len]))[0]) / seq_len / args.n_layers
+    embedding = cost.token_cost * args.embedding_cost() / args.linear_flops_per_token(args.vocab_size)
+    stages = split_layers(args.n_layers, n_stages, layer + attention, head, embedding)
     linear = [len(r) * layer + (head if r.stop == args.n_layers else 0.0) for r in stages]
     costs = StageCosts(
         attention=tuple(len(r) / args.n_layers for r in stages),
@@ -94,22 +100,12 @@ def plan_pipeline(
     return PipelinePlan(stages, actions, StepModel(actions, costs))
 
 
-def my_stages(pp_rank: int, pp: int, schedule: str, stages_per_rank: int) -> tuple[int, list[int]]:
-    """(number of stages, indices of those on a pipeline rank); see LOOPED_SCHEDULES and V_SCHEDULES."""
-    n_stages = count_stages(schedule, pp, stages_per_rank)
-    if schedule in V_SCHEDULES and n_stages > 1:
-        return n_stages, [pp_rank, n_stages - 1 - pp_rank]
-    return n_stages, list(range(pp_rank, n_stages, pp))
-
-
 class Pipeline:
     """Forward and backward of all micro-batches of a step, with or without pipelining.
 
     Args:
-        models: this rank's parallelised stages (one, the whole model, without pipelining).
-        stage_indices, n_stages: which stages they are.
+        models: this rank's parallelised stages in order (one, the whole model, without pipelining).
         actions: the schedule, see varlen_stage.schedule_actions; not used without pipelining.
-        n_micro_batches: M of every step.
         mesh: the device mesh; its `pp` dimension is used.
         device, dtype, dim, tp: of the activations between stages.
         clock: told when the parts of micro-batches begin and end.
@@ -119,10 +115,7 @@ class Pipeline:
         self,
         models: Sequence[nn.Module],
         *,
-        stage_indices: list[int],
-        n_stages: int,
         actions: list[list[Action]],
-        n_micro_batches: int,
         mesh: DeviceMesh,
         device: torch.device,
         dtype: torch.dtype,
@@ -133,11 +126,10 @@ class Pipeline:
         self.models, self._tp, self._clock = models, tp, clock
         self._schedule = None
         if mesh["pp"].size() > 1:
-            group = mesh["pp"].get_group()
-            stages = [
-                VarlenStage(m, i, n_stages, device, dtype, dim, group, clock) for m, i in zip(models, stage_indices)
-            ]
-            self._schedule = VarlenSchedule(stages, actions, n_micro_batches)
+            group, mine = mesh["pp"].get_group(), stages_of(actions[mesh["pp"].get_local_rank()])
+            n_stages = 1 + max(max(stages_of(each)) for each in actions)
+            stages = [VarlenStage(m, i, n_stages, device, dtype, dim, group, clock) for m, i in zip(models, mine)]
+            self._schedule = VarlenSchedule(stages, actions)
 
     def forward_backward(self, micro_batches: list[MicroBatch], loss_scale: float) -> torch.Tensor:
         """Gradients of the step, accumulated into the parameters.

@@ -189,10 +189,10 @@ class VarlenSchedule(_PipelineScheduleRuntime):
     Args:
         stages: of this rank.
         actions: of all ranks.
-        n_micro_batches: M of every step.
     """
 
-    def __init__(self, stages: list[VarlenStage], actions: list[list[Action]], n_micro_batches: int):
+    def __init__(self, stages: list[VarlenStage], actions: list[list[Action]]):
+        n_micro_batches = 1 + max(i for _, _, i in actions[0])
         # Gradients are sums already: the loss is divided by the valid labels of the whole step.
         super().__init__(stages, n_micro_batches, loss_fn=identity, scale_grads=False)
         self._prepare_schedule_with_comms(

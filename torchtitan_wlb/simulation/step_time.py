@@ -24,6 +24,11 @@ TRY_ALL, MOST_SWAPS, ROUNDS = 5, 400, 20
 TICKS = 1_000_000  # a step's work in whole numbers, so that every rank chooses the same order
 
 
+def stages_of(actions: list[Action]) -> list[int]:
+    """The stages that a rank with these actions holds."""
+    return sorted({stage for _, stage, _ in actions})
+
+
 @dataclass(frozen=True)
 class StageCosts:
     """How the work of a micro-batch is spread over stages.
