@@ -14,8 +14,9 @@
 
 A row is one schedule and strategy. efficiency = ideal / measured with ideal = sum of the times alone / ranks x
 (M + PP - 1) / M. predicted_* come from lengths alone: the profile, the time model of the schedule, and the time of a
-step of almost empty micro-batches; they are scaled by a fixed piece of work that is timed with the profile and again in
-every round, since the speed of a shared machine drifts. Totals are over all steps; *_rounds show the spread.
+step of almost empty micro-batches. The speed of a shared machine drifts: a fixed piece of work is timed with the
+profile and again before and after each strategy of a round (slowness_rounds). Predicted step times are multiplied by
+it; *_at_equal_speed are measured, with times divided by it. Totals are over all steps; *_rounds show the spread.
 """
 
 import argparse
@@ -82,9 +83,10 @@ def measure(bench: Bench, arguments: argparse.Namespace, schedules: list[str]) -
     predicted: dict[tuple[str, str], list[float]] = {v: [] for v in variants}
     alone: dict[str, list[float]] = {s: [] for s in strategies}
     memory = dict.fromkeys(variants, 0.0)
-    references = []
+    # Of the machine in every round: time of the reference over that with the profile.
+    speeds: dict[tuple[str, str], list[float]] = {v: [] for v in variants}
+    reference = bench.reference()
     for r in range(arguments.rounds):
-        references += [bench.reference() for _ in range(3)]
         shift = r % len(variants)
         for schedule, strategy in variants[shift:] + variants[:shift]:
             batches = list(islice(steps[schedule, strategy], per_round))
@@ -95,22 +97,25 @@ def measure(bench: Bench, arguments: argparse.Namespace, schedules: list[str]) -
             if arguments.memory:
                 memory[schedule, strategy] = max(memory[schedule, strategy], peak_memory(reset=False) - before)
             seconds[schedule, strategy].append([t for t, _ in timed])
-            predicted[schedule, strategy] += [p + overhead[schedule] for _, p in timed]
+            before_it, reference = reference, bench.reference()
+            speeds[schedule, strategy].append((before_it + reference) / 2 / bench.reference_then)
+            predicted[schedule, strategy] += [
+                (p + overhead[schedule]) * speeds[schedule, strategy][-1] for _, p in timed
+            ]
             if arguments.alone_every and r % arguments.alone_every == 0 and schedule == schedules[0]:
                 mine = plans[strategy][2][r * per_round : (r + 1) * per_round]
                 alone[strategy].append(bench.run_alone(mine))
         if bench.rank == 0:
             done = {f"{s} {k}": round(sum(seconds[s, k][-1]) / per_round, 2) for s, k in variants}
             print(f"{bench.layout} round {r + 1} of {arguments.rounds}, seconds a step: {done}", flush=True)
-    drift = statistics.median(references) / bench.reference_then
     for schedule, strategy in variants:
-        predicted[schedule, strategy] = [x * drift for x in predicted[schedule, strategy]]
         peak = torch.tensor(memory[schedule, strategy])
         dist.all_reduce(peak, dist.ReduceOp.MAX)
         yield row(
             bench, schedule, strategy, plans[strategy], seconds[schedule, strategy], predicted[schedule, strategy],
             alone[strategy], arguments.alone_every,
-        ) | {"peak_memory_mb": peak.item(), "overhead_s": overhead[schedule], "speed_drift": drift}  # fmt: skip
+            speeds[schedule, strategy],
+        ) | {"peak_memory_mb": peak.item(), "overhead_s": overhead[schedule]}  # fmt: skip
 
 
 def row(
@@ -122,6 +127,7 @@ def row(
     predicted: list[float],
     alone: list[float],
     alone_every: int,
+    speeds: list[float],
 ) -> dict[str, Any]:
     settings, _, plans = planned
     n = len(rounds[0])
@@ -132,6 +138,7 @@ def row(
     timed_alone = np.array(measured)[:: max(1, alone_every)]  # the rounds in which they were
     ideal = np.array(alone) / bench.world_size * (m + bench.dims.pp - 1) / m
     relative = work_per_token(bench, plans)
+    at_equal_speed = [sum(x) / s for x, s in zip(rounds, speeds)]
     return {
         "strategy": strategy,
         "layout": bench.layout,
@@ -149,10 +156,12 @@ def row(
         "cpu_share": bench.share,
         "seed": settings.seed,
         "prediction_error": statistics.mean(abs(p - t) / t for p, t in zip(predicted, flat)),
-        "predicted_tokens_per_s": sum(tokens) / sum(predicted),
+        "predicted_tokens_per_s": sum(tokens) / (np.array(predicted).reshape(-1, n).sum(1) / speeds).sum(),
         "attention_share": float(sum(p.attention.sum() for p in plans) / sum(p.work.sum() for p in plans)),
         "imbalance": float(np.mean([p.imbalance for p in plans])),
+        "tokens_per_s_at_equal_speed": sum(tokens) / sum(at_equal_speed),
         "tokens_per_s_rounds": [a / b for a, b in zip(tokens, measured)],
+        "slowness_rounds": speeds,
         "efficiency_rounds": (ideal / timed_alone).tolist() if alone else None,
         "step_times_s": flat,
         "predicted_step_times_s": predicted,
@@ -167,6 +176,7 @@ def add_gains(rows: list[dict[str, Any]], base: str = "plain") -> None:
             by_round = [a / b for a, b in zip(r["tokens_per_s_rounds"], other["tokens_per_s_rounds"])]
             r[f"over_{base}"] = r["tokens_per_s"] / other["tokens_per_s"]
             r[f"over_{base}_median_of_rounds"] = statistics.median(by_round)
+            r[f"over_{base}_at_equal_speed"] = r["tokens_per_s_at_equal_speed"] / other["tokens_per_s_at_equal_speed"]
             r[f"over_{base}_predicted"] = r["predicted_tokens_per_s"] / other["predicted_tokens_per_s"]
 
 
@@ -181,7 +191,7 @@ def work(arguments: argparse.Namespace) -> None:
             efficiency = f"{r['efficiency']:.3f}" if r["efficiency"] else "-"
             print(
                 f"{r['layout']:7} {r['schedule']:24} {r['strategy']:12} {r['tokens_per_s']:8,.0f} tokens/s  "
-                f"x{r.get('over_plain', 0):.3f} (rounds {r.get('over_plain_median_of_rounds', 0):.3f}, predicted "
+                f"x{r.get('over_plain', 0):.3f} (at equal speed {r.get('over_plain_at_equal_speed', 0):.3f}, predicted "
                 f"{r.get('over_plain_predicted', 0):.3f})  efficiency {efficiency}  step {r['step_time_s']:.3f} s, "
                 f"predicted {r['predicted_step_time_s']:.3f} ({r['prediction_error']:.1%})  "
                 f"work {r['work_per_token_vs_stream']:.3f}  peak {r['peak_memory_mb']:.0f} MB"

@@ -112,8 +112,12 @@ def rotary_table(args: ModelArgs, n_positions: int, device: torch.device) -> tor
 def apply_rotary(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
     """Rotate neighbouring pairs of features, as complex numbers. x: [1, T/CP, H/TP, D], rope: [T/CP, D/2, 2]."""
     pairs = x.to(torch.promote_types(x.dtype, rope.dtype)).unflatten(-1, (-1, 2))
-    turned = torch.view_as_complex(pairs) * torch.view_as_complex(rope)[:, None]
-    return torch.view_as_real(turned).flatten(-2).to(x.dtype)
+    if torch.compiler.is_compiling():  # the compiler fuses real arithmetic only
+        (a, b), (cos, sin) = pairs.unbind(-1), rope[:, None].unbind(-1)
+        turned = torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1)
+    else:
+        turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(rope)[:, None])
+    return turned.flatten(-2).to(x.dtype)
 
 
 class SelfAttention(nn.Module):
