@@ -109,6 +109,8 @@ class Bench:
         self.documents = load_synthetic(self.config, self.window)
         lengths = self.documents.lengths(np.arange(sum(self.documents.sizes)))
         self.stream_work = self.cost.documents(lengths).sum() / lengths.sum()  # predicted, a token
+        short, long = self.cost.documents(np.array([64, self.window])) / (64, self.window)
+        self.long_token_over_short = float(long / short)
         self.mesh, self.cp_group = self.dims.build_mesh("cpu"), self.dims.build_cp_group()
         self.pipelines = {s: self._pipeline(s) for s in schedules}
         self.alone = Transformer(self.args, n_ids=self.tokenizer.n_ids, max_position=self.window)

@@ -157,6 +157,7 @@ def row(
         "seed": settings.seed,
         "prediction_error": statistics.mean(abs(p - t) / t for p, t in zip(predicted, flat)),
         "predicted_tokens_per_s": sum(tokens) / (np.array(predicted).reshape(-1, n).sum(1) / speeds).sum(),
+        "long_token_over_short": bench.long_token_over_short,
         "attention_share": float(sum(p.attention.sum() for p in plans) / sum(p.work.sum() for p in plans)),
         "imbalance": float(np.mean([p.imbalance for p in plans])),
         "tokens_per_s_at_equal_speed": sum(tokens) / sum(at_equal_speed),
@@ -213,7 +214,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--seq-len-multiple", dest="seq_len_multiple", type=int, default=-1)
     parser.add_argument(
         "--alone-every", dest="alone_every", type=int, default=-1,
-        help="rounds from one to the next with micro-batches run alone; -1: 2, with 8 ranks 3; 0: never",
+        help="rounds from one to the next with micro-batches run alone; -1: 2, for 8 ranks only the first; 0: never",
     )  # fmt: skip
     parser.add_argument("--recompute", action="store_true", help="full activation checkpointing")
     parser.add_argument("--memory", action="store_true", help="measure peak memory; costs the first step of a round")
@@ -228,7 +229,7 @@ def main(argv: list[str]) -> None:
     dp, pp, cp, n, *_ = LAYOUTS[arguments.layout]
     n, ranks = arguments.micro_batches or n, dp * pp * cp
     if arguments.alone_every == -1:
-        arguments.alone_every = 3 if ranks > 4 else 2
+        arguments.alone_every = arguments.rounds if ranks > 4 else 2
     for name in arguments.schedule.split(","):
         schedule = name.partition("/")[0]
         if problem := schedule_problem(schedule, pp, n // dp):

@@ -157,7 +157,8 @@ class Parallelism:
     pipeline_parallel_schedule: Literal[
         "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
     ] = "1F1B"
-    """Schedule of torch.distributed.pipelining."""
+    """Schedule of torch.distributed.pipelining. InterleavedZeroBubble, ZBVZeroBubble and DualPipeV split backward, but
+    not with activation checkpointing."""
     pipeline_parallel_stages_per_rank: int = 2
     """Stages a rank of Interleaved1F1B, LoopedBFS and InterleavedZeroBubble (ZBVZeroBubble and DualPipeV have two)."""
     reshard_after_forward: Literal["default", "always", "never"] = "default"

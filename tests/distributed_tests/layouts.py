@@ -88,7 +88,7 @@ def run_case(case: Case, documents, flip: tuple[int, int] | None, out: Path) -> 
     my = dims.coordinates(rank)
     mesh, cp_group = dims.build_mesh("cpu"), dims.build_cp_group()
     stages = split_layers(ARGS.n_layers, count_stages(case.schedule, dims.pp, case.stages_per_rank), 1.0, 0.5)
-    actions = schedule_actions(case.schedule, dims.pp, case.m, case.stages_per_rank)
+    actions = schedule_actions(case.schedule, dims.pp, case.m, case.stages_per_rank, split=case.ac_mode == "none")
     models = [
         build_stage(
             ARGS, stages[i], mesh, dims, cp_group,

@@ -40,13 +40,14 @@ def test_gains_are_over_plain_of_the_same_schedule():
     def row(strategy, schedule, rounds):
         return {
             "strategy": strategy, "schedule": schedule, "tokens_per_s_rounds": rounds,
-            "tokens_per_s": sum(rounds) / 3, "predicted_tokens_per_s": 2 * rounds[0],
+            "tokens_per_s": sum(rounds) / 3, "predicted_tokens_per_s": 2 * rounds[0], "tokens_per_s_at_equal_speed": rounds[2],
         }  # fmt: skip
 
     rows = [row("plain", "a", [1.0, 2, 3]), row("wlb", "a", [2.0, 3, 3]), row("wlb", "b", [9.0, 9, 9])]
     benchmark_step.add_gains(rows)
     assert rows[1]["over_plain"] == pytest.approx(8 / 6)
     assert rows[1]["over_plain_median_of_rounds"] == 1.5 and rows[1]["over_plain_predicted"] == 2
+    assert rows[1]["over_plain_at_equal_speed"] == 1
     assert "over_plain" not in rows[2]
 
 

@@ -51,6 +51,9 @@ def test_schedules_compute_everything_once_and_finish_when_the_rules_say(schedul
         assert ("F", s, i) in done
         assert (("B", s, i) in done) != (("I", s, i) in done and ("W", s, i) in done)
     assert len(done) == len(set(done))
+    whole = schedule_actions(schedule, pp, m, per_rank, split=False)
+    assert sorted(a for each in whole for a in each) == sorted(itertools.product("BF", range(n), range(m)))
+    StepModel(whole, StageCosts((1 / n,) * n, (1 / n,) * n))  # no circle
 
     rng = np.random.default_rng(1)
     attention, linear, tokens = rng.pareto(1.5, m), rng.random(m) + 0.5, rng.integers(1, 100, m)

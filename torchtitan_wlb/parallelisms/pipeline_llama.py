@@ -96,7 +96,7 @@ def plan_pipeline(
         recomputed=recomputed,
         transfer=(device.latency, bytes_per_token / device.link),
     )
-    actions = schedule_actions(schedule, pp, m, stages_per_rank)
+    actions = schedule_actions(schedule, pp, m, stages_per_rank, split=recomputed == 0)
     return PipelinePlan(stages, actions, StepModel(actions, costs))
 
 

@@ -139,13 +139,18 @@ _FORWARD_HALF = (
 )
 
 
-def schedule_actions(schedule: str, pp: int, m: int, stages_per_rank: int = 2) -> list[list[Action]]:
+def schedule_actions(
+    schedule: str, pp: int, m: int, stages_per_rank: int = 2, split: bool = True
+) -> list[list[Action]]:
     """What every pipeline rank computes in which order: (kind, stage, micro-batch), see simulation/step_time.py.
 
     Args:
         schedule: name of a torch.distributed.pipelining schedule.
         pp, m: pipeline ranks and micro-batches, legal for the schedule (parallel_dims.schedule_problem).
         stages_per_rank: of the looped schedules.
+        split: let the schedule split backward into I and W. Not with activation checkpointing: torch runs W as a
+            backward of its own for every weight, each of which would run the forward of the block again (a step took
+            2.3 times as long). Then a whole backward stands in the place of I.
     """
     if schedule in ("GPipe", "1F1B") or pp == 1:
         return [_one_stage_actions(schedule, pp, rank, m) for rank in range(pp)]
@@ -156,7 +161,10 @@ def schedule_actions(schedule: str, pp: int, m: int, stages_per_rank: int = 2) -
         for i in range(n_stages // pp)
     ]
     order = get_schedule_class(schedule)(stages, n_microbatches=m, loss_fn=identity).pipeline_order
-    return [list(_flatten(order[rank])) for rank in range(pp)]
+    actions = [list(_flatten(order[rank])) for rank in range(pp)]
+    if split:
+        return actions
+    return [[("B" if kind == "I" else kind, s, i) for kind, s, i in each if kind != "W"] for each in actions]
 
 
 def _one_stage_actions(schedule: str, pp: int, rank: int, m: int) -> list[Action]:
