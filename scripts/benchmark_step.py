@@ -5,8 +5,8 @@
 1. Starts its own ranks. More ranks than cores get equal CPU shares of 0.9 x cores / ranks (scripts/cpu_cluster.py).
 2. Profiles attention and the rest of a layer on all ranks at once; packing and predictions use this profile.
 3. Every strategy plans 50 steps without training, so that its queues are in steady state, then trains --steps in
-   --rounds rounds; in a round each strategy trains its next steps, in an order that rotates. Right after, every
-   micro-batch of those steps is run alone, one on each rank at a time.
+   --rounds rounds; in a round each strategy trains its next steps, in an order that rotates. In some
+   rounds every micro-batch of those steps is then run alone, one on each rank at a time (--alone-every).
 4. Lengths have the paper's shape, scaled to the window. Of 60 orders of the documents the most typical is trained, by
    prediction (nothing is timed for this choice): work per trained token within 2% of the whole stream's for every
    strategy that keeps documents whole (else a row is marked invalid), then tokens/s over the first strategy's as near
@@ -80,11 +80,11 @@ def measure(bench: Bench, arguments: argparse.Namespace, schedules: list[str]) -
         bench.train(schedule, strategy, next(iter(StepDataset(bench.documents, settings, layout, before))))
         bench.run_alone([planned[largest]])
     seconds: dict[tuple[str, str], list[list[float]]] = {v: [] for v in variants}
-    predicted: dict[tuple[str, str], list[float]] = {v: [] for v in variants}
+    predicted: dict[tuple[str, str], list[list[float]]] = {v: [] for v in variants}
     alone: dict[str, list[float]] = {s: [] for s in strategies}
     memory = dict.fromkeys(variants, 0.0)
     # Of the machine in every round: time of the reference over that with the profile.
-    speeds: dict[tuple[str, str], list[float]] = {v: [] for v in variants}
+    slowness: dict[tuple[str, str], list[float]] = {v: [] for v in variants}
     reference = bench.reference()
     for r in range(arguments.rounds):
         shift = r % len(variants)
@@ -97,11 +97,9 @@ def measure(bench: Bench, arguments: argparse.Namespace, schedules: list[str]) -
             if arguments.memory:
                 memory[schedule, strategy] = max(memory[schedule, strategy], peak_memory(reset=False) - before)
             seconds[schedule, strategy].append([t for t, _ in timed])
-            before_it, reference = reference, bench.reference()
-            speeds[schedule, strategy].append((before_it + reference) / 2 / bench.reference_then)
-            predicted[schedule, strategy] += [
-                (p + overhead[schedule]) * speeds[schedule, strategy][-1] for _, p in timed
-            ]
+            predicted[schedule, strategy].append([p + overhead[schedule] for _, p in timed])
+            earlier, reference = reference, bench.reference()
+            slowness[schedule, strategy].append((earlier + reference) / 2 / bench.reference_then)
             if arguments.alone_every and r % arguments.alone_every == 0 and schedule == schedules[0]:
                 mine = plans[strategy][2][r * per_round : (r + 1) * per_round]
                 alone[strategy].append(bench.run_alone(mine))
@@ -113,8 +111,7 @@ def measure(bench: Bench, arguments: argparse.Namespace, schedules: list[str]) -
         dist.all_reduce(peak, dist.ReduceOp.MAX)
         yield row(
             bench, schedule, strategy, plans[strategy], seconds[schedule, strategy], predicted[schedule, strategy],
-            alone[strategy], arguments.alone_every,
-            speeds[schedule, strategy],
+            slowness[schedule, strategy], alone[strategy], arguments.alone_every,
         ) | {"peak_memory_mb": peak.item(), "overhead_s": overhead[schedule]}  # fmt: skip
 
 
@@ -124,21 +121,21 @@ def row(
     strategy: str,
     planned: tuple[PackingSettings, dict, list[StepPlan]],
     rounds: list[list[float]],
-    predicted: list[float],
+    predicted: list[list[float]],
+    slowness: list[float],
     alone: list[float],
     alone_every: int,
-    speeds: list[float],
 ) -> dict[str, Any]:
     settings, _, plans = planned
     n = len(rounds[0])
     tokens = [sum(p.tokens for p in plans[i : i + n]) for i in range(0, len(plans), n)]
     measured = [sum(x) for x in rounds]
     flat = [x for each in rounds for x in each]
+    scaled = [x * s for each, s in zip(predicted, slowness) for x in each]
     m = bench.n // bench.dims.dp
     timed_alone = np.array(measured)[:: max(1, alone_every)]  # the rounds in which they were
     ideal = np.array(alone) / bench.world_size * (m + bench.dims.pp - 1) / m
     relative = work_per_token(bench, plans)
-    at_equal_speed = [sum(x) / s for x, s in zip(rounds, speeds)]
     return {
         "strategy": strategy,
         "layout": bench.layout,
@@ -146,7 +143,7 @@ def row(
         "attended_pairs_per_s": sum(p.attended_pairs for p in plans) / sum(measured),
         "efficiency": float(ideal.sum() / timed_alone.sum()) if alone else None,
         "step_time_s": sum(measured) / len(plans),
-        "predicted_step_time_s": sum(predicted) / len(plans),
+        "predicted_step_time_s": sum(scaled) / len(plans),
         "work_per_token_vs_stream": relative,
         "valid": strategy == "plain" or bool(abs(relative - 1) <= TYPICAL),
         "schedule": schedule if bench.dims.pp > 1 else "",
@@ -155,17 +152,17 @@ def row(
         "window": bench.window,
         "cpu_share": bench.share,
         "seed": settings.seed,
-        "prediction_error": statistics.mean(abs(p - t) / t for p, t in zip(predicted, flat)),
-        "predicted_tokens_per_s": sum(tokens) / (np.array(predicted).reshape(-1, n).sum(1) / speeds).sum(),
+        "prediction_error": statistics.mean(abs(p - t) / t for p, t in zip(scaled, flat)),
+        "predicted_tokens_per_s": sum(tokens) / sum(sum(each) for each in predicted),
         "long_token_over_short": bench.long_token_over_short,
         "attention_share": float(sum(p.attention.sum() for p in plans) / sum(p.work.sum() for p in plans)),
         "imbalance": float(np.mean([p.imbalance for p in plans])),
-        "tokens_per_s_at_equal_speed": sum(tokens) / sum(at_equal_speed),
+        "tokens_per_s_at_equal_speed": sum(tokens) / sum(t / s for t, s in zip(measured, slowness)),
         "tokens_per_s_rounds": [a / b for a, b in zip(tokens, measured)],
-        "slowness_rounds": speeds,
+        "slowness_rounds": slowness,
         "efficiency_rounds": (ideal / timed_alone).tolist() if alone else None,
         "step_times_s": flat,
-        "predicted_step_times_s": predicted,
+        "predicted_step_times_s": scaled,
     }
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 CATEGORIES = {
     "attention": ("flash_attention", "scaled_dot_product"),
     "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::linear", "aten::matmul"),
-    "collectives": ("gloo", "nccl", "c10d", "fsdp::", "FSDP::", "FSDP::", "record_param_comms", "_c10d_functional"),
+    "collectives": ("gloo", "nccl", "c10d", "fsdp::", "record_param_comms", "_c10d_functional"),
     "optimizer": ("adam", "sgd", "foreach", "Optimizer."),
     "norms and softmax": ("norm", "softmax", "logsumexp", "rsqrt"),
     "copies": ("copy_", "cat", "clone", "index", "zero_", "fill_", "select_backward", "slice_backward", "empty"),

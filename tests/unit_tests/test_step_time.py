@@ -27,10 +27,6 @@ def model_of(schedule, pp, m, per_rank=2, transfer=(0.0, 0.0), recomputed=0.0):
     return StepModel(schedule_actions(schedule, pp, m, per_rank), StageCosts(even, even, recomputed, transfer))
 
 
-def legal(schedule, pp, m):
-    return not schedule_problem(schedule, pp, m)
-
-
 @pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
 @pytest.mark.parametrize(("pp", "m"), [(2, 2), (2, 5), (4, 4), (4, 8), (8, 12)])
 def test_equal_micro_batches_have_the_textbook_bubble(schedule, pp, m):
@@ -42,7 +38,7 @@ def test_equal_micro_batches_have_the_textbook_bubble(schedule, pp, m):
 @pytest.mark.parametrize(("schedule", "per_rank"), SCHEDULES)
 @pytest.mark.parametrize(("pp", "m"), [(2, 4), (4, 4), (4, 8)])
 def test_schedules_compute_everything_once_and_finish_when_the_rules_say(schedule, per_rank, pp, m):
-    if not legal(schedule, pp, m):
+    if schedule_problem(schedule, pp, m):
         pytest.skip("not legal")
     actions = schedule_actions(schedule, pp, m, per_rank)
     n = count_stages(schedule, pp, per_rank)
@@ -88,7 +84,7 @@ def test_schedules_compute_everything_once_and_finish_when_the_rules_say(schedul
 @pytest.mark.parametrize(("schedule", "per_rank"), SCHEDULES)
 @pytest.mark.parametrize(("pp", "m"), [(2, 4), (4, 8)])
 def test_the_chosen_order_is_the_best_of_few_and_never_worse_than_given(schedule, per_rank, pp, m):
-    if not legal(schedule, pp, m):
+    if schedule_problem(schedule, pp, m):
         pytest.skip("not legal")
     rng = np.random.default_rng(2)
     model = model_of(schedule, pp, m, per_rank)

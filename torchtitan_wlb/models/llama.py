@@ -81,8 +81,8 @@ _LLAMA3: dict[str, Any] = {"rope_theta": 500_000.0, "rope_scaling": RopeScaling(
 llama_configs = {
     "debugmodel": ModelArgs(dim=128, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=384),
     "debugmodel_wide": ModelArgs(dim=1024, n_layers=2, n_heads=8, n_kv_heads=4, ffn_dim=3072),
-    # On a CPU, a token of a document of 8K costs these 4.8 times as much as a token of a short one; at 128K on an H100
-    # it is 4.7 times for the 7B: the step benchmark trains them.
+    # On a CPU, a token of a document of 8K costs this one 5.5 to 6 times as much as one of a document of 64 tokens; at
+    # 128K on an H100 it is 5.6 times for the 7B by the cost model: the step benchmark trains it.
     "debugmodel_long": ModelArgs(dim=128, n_layers=4, n_heads=8, n_kv_heads=2, ffn_dim=256),
     "debugmodel_small": ModelArgs(dim=64, n_layers=4, n_heads=4, n_kv_heads=1, ffn_dim=192),
     "debugmodel_deep": ModelArgs(dim=64, n_layers=8, n_heads=4, n_kv_heads=1, ffn_dim=192),

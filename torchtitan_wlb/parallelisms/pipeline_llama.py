@@ -127,7 +127,7 @@ class Pipeline:
         self._schedule = None
         if mesh["pp"].size() > 1:
             group, mine = mesh["pp"].get_group(), stages_of(actions[mesh["pp"].get_local_rank()])
-            n_stages = 1 + max(max(stages_of(each)) for each in actions)
+            n_stages = sum(len(stages_of(each)) for each in actions)
             stages = [VarlenStage(m, i, n_stages, device, dtype, dim, group, clock) for m, i in zip(models, mine)]
             self._schedule = VarlenSchedule(stages, actions)
 
