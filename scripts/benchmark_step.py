@@ -204,14 +204,14 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--schedule", default="1F1B", help="comma-separated; S/1 and S/2 for stages a rank")
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
     parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--micro-batches", dest="micro_batches", type=int, default=0, help="N; 0: of the layout")
     parser.add_argument("--window", type=int, default=0, help="0: of the layout")
     parser.add_argument("--flavor", default="", choices=["", *llama_configs], help="empty: of the layout")
     parser.add_argument("--seq-len-multiple", dest="seq_len_multiple", type=int, default=-1)
     parser.add_argument(
         "--alone-every", dest="alone_every", type=int, default=-1,
-        help="rounds from one to the next with micro-batches run alone; -1: 2, for 8 ranks only the first; 0: never",
+        help="rounds from one to the next with micro-batches run alone; -1: 2, for 8 ranks half of them; 0: never",
     )  # fmt: skip
     parser.add_argument("--recompute", action="store_true", help="full activation checkpointing")
     parser.add_argument("--memory", action="store_true", help="measure peak memory; costs the first step of a round")
@@ -226,7 +226,7 @@ def main(argv: list[str]) -> None:
     dp, pp, cp, n, *_ = LAYOUTS[arguments.layout]
     n, ranks = arguments.micro_batches or n, dp * pp * cp
     if arguments.alone_every == -1:
-        arguments.alone_every = arguments.rounds if ranks > 4 else 2
+        arguments.alone_every = arguments.rounds // 2 if ranks > 4 else 2
     for name in arguments.schedule.split(","):
         schedule = name.partition("/")[0]
         if problem := schedule_problem(schedule, pp, n // dp):

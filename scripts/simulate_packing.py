@@ -49,10 +49,10 @@ COLUMNS = (
 
 
 class Stream:
-    """Documents of a list of lengths, after the length policy of a recipe."""
+    """Documents of a list of lengths (times scale), after the length policy of a recipe."""
 
-    def __init__(self, path: str, config: JobConfig):
-        rows = np.asarray(json.loads(Path(path).read_text()))
+    def __init__(self, path: str, config: JobConfig, scale: float = 1.0):
+        rows = np.ceil(np.asarray(json.loads(Path(path).read_text())) * scale).astype(np.int64)
         table, _ = apply_length_policy(rows, config.training.seq_len, config.training.long_documents)
         self.lengths = table[:, 2] - table[:, 1]
         self.lengths = self.lengths[self.lengths > 1]

@@ -1,0 +1,150 @@
+"""Predicted step of the 7B recipe in layouts that this machine cannot run: which part of the method gives how much.
+
+    python scripts/study_steps.py --lengths L.json --steps 200 --out assets/results/step_model_7b.json
+
+For every layout and part (packing and context-parallel sharding) the steps of one stream of documents, 50 of warm-up
+and --steps more, go through the time model of the recipe's schedule: attention of a micro-batch takes as long as on the
+slowest context-parallel rank under its shard plan, everything else what its padded tokens cost. Nothing is measured:
+costs are those of the built-in H100 model. `over_plain` is tokens/s over packing and sharding of the first part; plain
+cuts documents at the window and so has less work a token than the others (work_per_token, relative to it).
+
+L.json is a list of lengths for a window of 128K; they are scaled to other windows.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from simulate_packing import WARMUP, Stream, recipe_args, recipe_pipelines, recipe_settings  # sets the path
+
+from torchtitan_wlb.config_manager import load_config
+from torchtitan_wlb.context_parallel.kernel_cost import KernelCost, build_kernel_cost
+from torchtitan_wlb.context_parallel.selection import attention_seconds, choose_plan
+from torchtitan_wlb.data.micro_batch import padded_length
+from torchtitan_wlb.packing.cost_model import DEVICES
+from torchtitan_wlb.packing.packers import deal
+from torchtitan_wlb.packing.planner import StepPlan
+from torchtitan_wlb.packing.settings import PackingSettings
+from torchtitan_wlb.packing.spans import lengths
+from torchtitan_wlb.packing.tuning import tune
+
+RECIPE = ["--job.config_file", "train_configs/llama_7b_128k_wlb.toml"]
+# window, (TP, CP, PP, DP): the paper's 7B, then more replicas, then a longer context-parallel group.
+LAYOUTS = (
+    (65536, (4, 2, 4, 1)),
+    (131072, (8, 2, 4, 1)),
+    (131072, (8, 2, 4, 2)),
+    (131072, (8, 2, 4, 8)),
+    (131072, (8, 2, 4, 32)),
+    (131072, (8, 8, 4, 1)),
+    (131072, (8, 8, 4, 8)),
+)
+PARTS = (
+    ("plain", "per_sequence"),
+    ("plain", "per_document"),
+    ("plain", "adaptive"),
+    ("plain_whole", "per_sequence"),
+    ("wlb", "per_sequence"),
+    ("wlb", "adaptive"),
+)
+
+
+class Layout:
+    """A layout of the recipe: its time model and costs.
+
+    Args:
+        rest: flags that override the recipe.
+    """
+
+    def __init__(self, window: int, degrees: tuple[int, int, int, int], rest: list[str]):
+        tp, self.cp, pp, self.dp = degrees
+        flags = {
+            "training.seq_len": window,
+            "parallelism.tensor_parallel_degree": tp,
+            "parallelism.context_parallel_degree": self.cp,
+            "parallelism.pipeline_parallel_degree": pp,
+            "parallelism.data_parallel_shard_degree": self.dp,
+        }
+        self.config = load_config([*RECIPE, *[x for k, v in flags.items() for x in (f"--{k}", str(v))], *rest])
+        self.settings = recipe_settings(self.config, 0)
+        self.model, _ = recipe_pipelines(self.config, self.settings)
+        args = recipe_args(self.config)
+        self.layers, self.tp = args.n_layers, tp
+        self.kernel: KernelCost = build_kernel_cost(
+            self.config.cost_model.profile, DEVICES["h100"], layer_flops_per_pair=args.layer_flops_per_pair,
+            kv_dim=args.n_kv_heads * args.head_dim, tp=tp, bytes_per_value=2,
+        )  # fmt: skip
+
+    def step_seconds(self, plan: StepPlan, settings: PackingSettings, sharding: str) -> float:
+        """Predicted seconds of the slowest pipeline."""
+        cost, slowest = settings.cost, 0.0
+        for hand in deal(plan.work.tolist(), self.dp, plan.step, sort=settings.balances):
+            tokens = np.array([padded_length(int(plan.padded[b]), self.cp, self.tp, 1) for b in hand])
+            attention = self.layers * np.array(
+                [
+                    attention_seconds(
+                        choose_plan(lengths(plan.micro_batch(b)).tolist(), int(t), self.cp, sharding, self.kernel),
+                        self.kernel,
+                    ).max()
+                    for b, t in zip(hand, tokens)
+                ]
+            )
+            linear = cost.token_cost * tokens + cost.fixed_cost
+            order = list(range(len(hand)))
+            if settings.balances:
+                order = self.model.choose_order(attention, linear, tokens)
+            slowest = max(slowest, self.model.predict(attention[order], linear[order], tokens[order]).seconds)
+        return slowest
+
+
+def study(layout: Layout, stream: Stream, steps: int) -> list[dict]:
+    """A row for every part."""
+    rows: list[dict] = []
+    target = layout.config.packing.target_delay
+    for strategy, sharding in PARTS:
+        settings = replace(layout.settings, strategy=strategy)
+        if strategy == "wlb":
+            settings = tune(settings, target, stream.planner)
+        plans = list(islice(stream.planner(settings), WARMUP, WARMUP + steps))
+        seconds = [layout.step_seconds(p, settings, sharding) for p in plans]
+        tokens = sum(p.tokens for p in plans)
+        row = {
+            "packing": strategy,
+            "sharding": sharding,
+            "step_time_s": float(np.mean(seconds)),
+            "tokens_per_s": tokens / sum(seconds),
+            "work_per_token": sum(settings.cost.documents(lengths(p.spans)).sum() for p in plans) / tokens,
+            "imbalance": float(np.mean([p.imbalance for p in plans])),
+        }
+        rows.append(row)
+    first = rows[0].copy()
+    for row in rows:
+        row["over_plain"] = row["tokens_per_s"] / first["tokens_per_s"]
+        row["work_per_token"] /= first["work_per_token"]
+    return rows
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", required=True)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--out", required=True)
+    arguments, rest = parser.parse_known_args(argv)
+    results = []
+    for window, degrees in LAYOUTS:
+        layout = Layout(window, degrees, rest)
+        stream = Stream(arguments.lengths, layout.config, scale=window / 131072)
+        # The same number of micro-batches planned for every layout, within reason.
+        steps = max(20, arguments.steps // layout.dp)
+        for row in study(layout, stream, steps):
+            results.append({"window": window, **dict(zip(("tp", "cp", "pp", "dp"), degrees)), "steps": steps} | row)
+            print(results[-1], flush=True)
+    Path(arguments.out).write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
