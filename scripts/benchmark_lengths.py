@@ -135,7 +135,7 @@ def work(arguments: argparse.Namespace) -> None:
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", required=True)
-    parser.add_argument("--multiples", default="16,64,128,256")
+    parser.add_argument("--multiples", default="1,32", help="1: not rounded, 32: the default for this window")
     parser.add_argument("--warmup", type=int, default=20, help="steps of both kinds before measuring")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--cache", default=".cache/torchtitan_wlb")
