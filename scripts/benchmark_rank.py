@@ -33,7 +33,7 @@ from torchtitan_wlb.data.tokenizer import Tokenizer
 from torchtitan_wlb.models.attention import SDPA
 from torchtitan_wlb.models.llama import Transformer, llama_configs
 from torchtitan_wlb.optimizer import Optimizers
-from torchtitan_wlb.packing.cost_model import DEVICES
+from torchtitan_wlb.packing.cost_model import DEVICES, Device
 from torchtitan_wlb.packing.planner import StepPlan
 from torchtitan_wlb.packing.profile import read_profile
 from torchtitan_wlb.packing.settings import PackingSettings, resolve_settings
@@ -96,14 +96,14 @@ class Bench:
         t = self.config.training
         t.seq_len_multiple, t.dataset_cache, t.global_batch_size = arguments.seq_len_multiple, arguments.cache, self.n
         enter_group()
-        profile = self.shared(self._profile())
+        profile, self.device = self.shared((self._profile(), self._device()))
         leave_group()
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
             file.write(profile)
             file.flush()
             self.cost = read_profile(file.name, self.args, tp=1, cp=cp)
             self.kernel_cost = build_kernel_cost(
-                file.name if cp > 1 else "", DEVICES["cpu"], layer_flops_per_pair=self.args.layer_flops_per_pair,
+                file.name if cp > 1 else "", self.device, layer_flops_per_pair=self.args.layer_flops_per_pair,
                 kv_dim=self.args.n_kv_heads * self.args.head_dim, tp=1, bytes_per_value=4,
             )  # fmt: skip
         self.documents = load_synthetic(self.config, self.window)
@@ -139,6 +139,25 @@ class Bench:
         model = {k: getattr(self.args, k) for k in ("dim", "n_heads", "n_kv_heads", "ffn_dim")}
         return json.dumps({"device": "cpu", "model": model, "tp": 1, "attention": attention, "linear": linear})
 
+    def _device(self) -> Device:
+        """The CPU with the link between ranks as it is under their shares: a message costs sender and receiver CPU
+        seconds, all of whose waiting is latency."""
+        after, before = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
+        seconds = []
+        for size in (1, 1 << 19):
+            out, inbound = torch.zeros(size), torch.empty(size)
+            dist.barrier()
+            began = time.process_time()
+            for _ in range(20):
+                sent = dist.isend(out, after)
+                dist.recv(inbound, before)
+                sent.wait()
+            seconds.append((time.process_time() - began) / 20 / self.share)
+        latency, took = seconds
+        if self.rank == 0:
+            print(f"link: {latency * 1e3:.2f} ms and {took * 1e3 / 2:.2f} ms a MiB", flush=True)
+        return replace(DEVICES["cpu"], latency=latency, link=4 * (1 << 19) / max(took - latency, 1e-9))
+
     def _pipeline(self, schedule: str):
         """(pipeline, parameters, optimizers, time model) of a schedule."""
         dims, args, my = self.dims, self.args, self.dims.coordinates(self.rank)
@@ -146,7 +165,7 @@ class Bench:
         per_rank = int(count or 2)
         plan = plan_pipeline(
             args, schedule=schedule, pp=dims.pp, stages_per_rank=per_rank, m=self.n // dims.dp,
-            seq_len=self.window // 4, cost=self.cost, recomputed=float(self.recomputes), device=DEVICES["cpu"],
+            seq_len=self.window // 4, cost=self.cost, recomputed=float(self.recomputes), device=self.device,
             bytes_per_token=args.dim * 4 / dims.cp,
         )  # fmt: skip
         models = [

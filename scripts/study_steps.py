@@ -1,12 +1,13 @@
 """Predicted step of the 7B recipe in layouts that this machine cannot run: which part of the method gives how much.
 
-    python scripts/study_steps.py --lengths L.json --steps 200 --out assets/results/step_model_7b.json
+    python scripts/study_steps.py --lengths L.json --out assets/results/step_model_7b.json
 
 For every layout and part (packing and context-parallel sharding) the steps of one stream of documents, 50 of warm-up
-and --steps more, go through the time model of the recipe's schedule: attention of a micro-batch takes as long as on the
-slowest context-parallel rank under its shard plan, everything else what its padded tokens cost. Nothing is measured:
-costs are those of the built-in H100 model. `over_plain` is tokens/s over packing and sharding of the first part; plain
-cuts documents at the window and so has less work a token than the others (work_per_token, relative to it).
+and then --steps / DP (at least 40), go through the time model of the recipe's schedule: attention of a micro-batch
+takes as long as on the slowest context-parallel rank under its shard plan, everything else what its padded tokens cost.
+Nothing is measured: costs are those of the built-in H100 model. `over_plain` is tokens/s over packing and sharding of
+the first part; plain cuts documents at the window and so has less work a token than the others (work_per_token,
+relative to it).
 
 L.json is a list of lengths for a window of 128K; they are scaled to other windows.
 """
@@ -117,7 +118,7 @@ def study(layout: Layout, stream: Stream, steps: int) -> list[dict]:
             "sharding": sharding,
             "step_time_s": float(np.mean(seconds)),
             "tokens_per_s": tokens / sum(seconds),
-            "work_per_token": sum(settings.cost.documents(lengths(p.spans)).sum() for p in plans) / tokens,
+            "work_per_token": float(sum(settings.cost.documents(lengths(p.spans)).sum() for p in plans)) / tokens,
             "imbalance": float(np.mean([p.imbalance for p in plans])),
         }
         rows.append(row)
@@ -131,7 +132,7 @@ def study(layout: Layout, stream: Stream, steps: int) -> list[dict]:
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", required=True)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--out", required=True)
     arguments, rest = parser.parse_known_args(argv)
     results = []
@@ -139,7 +140,7 @@ def main(argv: list[str]) -> None:
         layout = Layout(window, degrees, rest)
         stream = Stream(arguments.lengths, layout.config, scale=window / 131072)
         # The same number of micro-batches planned for every layout, within reason.
-        steps = max(20, arguments.steps // layout.dp)
+        steps = max(40, arguments.steps // layout.dp)
         for row in study(layout, stream, steps):
             results.append({"window": window, **dict(zip(("tp", "cp", "pp", "dp"), degrees)), "steps": steps} | row)
             print(results[-1], flush=True)
