@@ -1,6 +1,6 @@
-"""Where the time of a training step goes: a table from a trace that train.py wrote (--profiling.enable_profiling).
+"""Where the time of training goes: a table from traces that train.py wrote (--profiling.enable_profiling), one a step.
 
-    python scripts/summarise_trace.py outputs/.../rank0.json [--json OUT]
+    python scripts/summarise_trace.py outputs/.../rank0.json [...] [--json OUT]
 
 Time of the thread that trains, by operator, without what an operator calls; what is in no operator is the host's own
 (Python, FSDP's hooks, waiting for other ranks).
@@ -42,8 +42,8 @@ def self_times(events: list[dict]) -> dict[str, float]:
     return total
 
 
-def summarise(trace: dict) -> dict:
-    """{"step_ms", "share": {category: share of the step}, "operators": [(name, ms), ...] of the 25 longest}."""
+def step_of(trace: dict) -> tuple[float, dict[str, float]]:
+    """(microseconds of the traced step, those of its operators)."""
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
     step = max((e for e in events if e["name"].startswith("ProfilerStep")), key=lambda e: e["dur"])
     inside = [
@@ -54,22 +54,37 @@ def summarise(trace: dict) -> dict:
         and step["ts"] <= e["ts"]
         and e["ts"] + e["dur"] <= step["ts"] + step["dur"]
     ]
-    by_name = self_times(inside)
+    return step["dur"], self_times(inside)
+
+
+def summarise(traces: list[dict]) -> dict:
+    """{"steps_ms": of every trace, "share": {category: share of all steps}, "operators": [(name, ms), ...] of the 25
+    longest}."""
+    steps, by_name = [], defaultdict[str, float](float)
+    for trace in traces:
+        duration, operators = step_of(trace)
+        steps.append(duration)
+        for name, us in operators.items():
+            by_name[name] += us
     share: dict[str, float] = dict.fromkeys(CATEGORIES, 0.0)
     for name, us in by_name.items():
-        share[category(name)] = share.get(category(name), 0.0) + us / step["dur"]
+        share[category(name)] = share.get(category(name), 0.0) + us / sum(steps)
     share["host"] = share.get("host", 0.0) + 1 - sum(share.values())
     longest = sorted(by_name.items(), key=lambda x: -x[1])[:25]
-    return {"step_ms": step["dur"] / 1e3, "share": share, "operators": [(n, us / 1e3) for n, us in longest]}
+    return {
+        "steps_ms": [us / 1e3 for us in steps],
+        "share": share,
+        "operators": [(n, us / 1e3) for n, us in longest],
+    }
 
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace")
+    parser.add_argument("traces", nargs="+")
     parser.add_argument("--json", default="")
     arguments = parser.parse_args(argv)
-    summary = summarise(json.loads(Path(arguments.trace).read_text()))
-    print(f"step of {summary['step_ms']:.0f} ms")
+    summary = summarise([json.loads(Path(path).read_text()) for path in arguments.traces])
+    print(f"{len(summary['steps_ms'])} steps, {sum(summary['steps_ms']):.0f} ms")
     for name, share in sorted(summary["share"].items(), key=lambda x: -x[1]):
         print(f"{name:20} {share:6.1%}")
     for name, ms in summary["operators"][:15]:

@@ -27,12 +27,12 @@ def test_trace_table_counts_every_microsecond_once():
         event("aten::mm", 85, 10, tid=2),  # another thread
         event("aten::mm", 200, 10),  # another step
     ]
-    summary = summarise({"traceEvents": events})
+    summary = summarise([{"traceEvents": events}, {"traceEvents": events}])
     share = {k: v for k, v in summary["share"].items() if v}
     assert share == pytest.approx(
         {"matrix products": 0.30, "attention": 0.20, "copies": 0.05, "element-wise": 0.05, "host": 0.40}
     )
-    assert dict(summary["operators"])["aten::linear"] == pytest.approx(0.01) and summary["step_ms"] == 0.1
+    assert dict(summary["operators"])["aten::linear"] == pytest.approx(0.02) and summary["steps_ms"] == [0.1, 0.1]
     assert category("## Call CompiledFxGraph f4 ##") == "element-wise"
 
 
