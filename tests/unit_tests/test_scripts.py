@@ -79,5 +79,5 @@ def test_quotas_are_written_and_removed(monkeypatch, tmp_path):
     monkeypatch.setattr(Path, "write_text", lambda self, text: written.update({self.name: text}))
     with cpu_cluster.cpu_groups(2, 0.25) as groups:
         assert len(groups) == 2 and all(Path(g).is_dir() for g in groups)
-        assert written == {"cpu.max": "1250 5000"}
+        assert written == {"cpu.max": "2250 9000"}
     assert not any(Path(g).exists() for g in groups)
