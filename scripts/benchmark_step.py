@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from benchmark_rank import LAYOUTS, TYPICAL, Bench, choose_seed, work_per_token
 from cpu_cluster import as_ranks, enter_group
 
-from torchtitan_wlb.data.dataloader import StepDataset
+from torchtitan_wlb.data.dataloader import StepBatch, StepDataset
 from torchtitan_wlb.models.llama import llama_configs
 from torchtitan_wlb.packing.planner import StepPlan
 from torchtitan_wlb.packing.settings import PackingSettings
@@ -51,14 +51,20 @@ from torchtitan_wlb.parallelisms.parallel_dims import schedule_problem
 STRATEGIES = ("plain", "plain_whole", "fixed", "wlb")
 
 
-def peak_memory(reset: bool) -> float:
-    """Megabytes: start to count, or the peak of this process's memory since then."""
-    if reset:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)  # what was freed before does not count
-        Path("/proc/self/clear_refs").write_text("5")
-    status = Path("/proc/self/status").read_text()
-    field = "VmRSS" if reset else "VmHWM"
-    return int(status.split(f"{field}:")[1].split()[0]) / 1024
+def step_memory(bench: Bench, variant: tuple[str, str], batch: StepBatch) -> float:
+    """Megabytes that a training step adds to the memory of the rank that needs most."""
+
+    def of_this_process(field: str) -> int:
+        return int(Path("/proc/self/status").read_text().split(f"{field}:")[1].split()[0])
+
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # what was freed before does not count
+    Path("/proc/self/clear_refs").write_text("5")
+    before = of_this_process("VmRSS")
+    bench.train(*variant, batch)
+    peak = torch.tensor((of_this_process("VmHWM") - before) / 1024)
+    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    return peak.item()
 
 
 def measure(bench: Bench, arguments: argparse.Namespace, schedules: list[str]) -> Iterator[dict[str, Any]]:
@@ -69,7 +75,7 @@ def measure(bench: Bench, arguments: argparse.Namespace, schedules: list[str]) -
     enter_group()
     per_round = arguments.steps // arguments.rounds
     variants = [(schedule, strategy) for schedule in schedules for strategy in strategies]
-    steps, overhead = {}, {schedule: bench.overhead(schedule) for schedule in schedules}
+    steps, warm_up, overhead = {}, {}, {schedule: bench.overhead(schedule) for schedule in schedules}
     for schedule, strategy in variants:
         settings, state, planned = plans[strategy]
         layout = bench.shard_plans(strategy, bench.pipelines[schedule][3])
@@ -77,12 +83,17 @@ def measure(bench: Bench, arguments: argparse.Namespace, schedules: list[str]) -
         # Warm up with the step that needs most memory.
         largest = max(range(len(planned)), key=lambda i: (planned[i].padded.max(), planned[i].padded.sum()))
         before = planned[largest - 1].state if largest else state
-        bench.train(schedule, strategy, next(iter(StepDataset(bench.documents, settings, layout, before))))
+        warm_up[schedule, strategy] = next(iter(StepDataset(bench.documents, settings, layout, before)))
+        bench.train(schedule, strategy, warm_up[schedule, strategy])
         bench.run_alone([planned[largest]])
+    memory = dict.fromkeys(variants, 0.0)
+    if arguments.memory:
+        memory = {v: step_memory(bench, v, warm_up[v]) for v in variants}
+        for variant in variants:  # touches again what was given back for measuring, so that no timed step has to
+            bench.train(*variant, warm_up[variant])
     seconds: dict[tuple[str, str], list[list[float]]] = {v: [] for v in variants}
     predicted: dict[tuple[str, str], list[list[float]]] = {v: [] for v in variants}
     alone: dict[str, list[float]] = {s: [] for s in strategies}
-    memory = dict.fromkeys(variants, 0.0)
     # Of the machine in every round: time of the reference over that with the profile.
     slowness: dict[tuple[str, str], list[float]] = {v: [] for v in variants}
     reference = bench.reference()
@@ -90,12 +101,9 @@ def measure(bench: Bench, arguments: argparse.Namespace, schedules: list[str]) -
         shift = r % len(variants)
         for schedule, strategy in variants[shift:] + variants[:shift]:
             batches = list(islice(steps[schedule, strategy], per_round))
-            before = peak_memory(reset=True) if arguments.memory else 0.0
             gc.collect()
             dist.barrier()
             timed = [bench.train(schedule, strategy, batch) for batch in batches]
-            if arguments.memory:
-                memory[schedule, strategy] = max(memory[schedule, strategy], peak_memory(reset=False) - before)
             seconds[schedule, strategy].append([t for t, _ in timed])
             predicted[schedule, strategy].append([p + overhead[schedule] for _, p in timed])
             earlier, reference = reference, bench.reference()
@@ -107,12 +115,10 @@ def measure(bench: Bench, arguments: argparse.Namespace, schedules: list[str]) -
             done = {f"{s} {k}": round(sum(seconds[s, k][-1]) / per_round, 2) for s, k in variants}
             print(f"{bench.layout} round {r + 1} of {arguments.rounds}, seconds a step: {done}", flush=True)
     for schedule, strategy in variants:
-        peak = torch.tensor(memory[schedule, strategy])
-        dist.all_reduce(peak, dist.ReduceOp.MAX)
         yield row(
             bench, schedule, strategy, plans[strategy], seconds[schedule, strategy], predicted[schedule, strategy],
             slowness[schedule, strategy], alone[strategy], arguments.alone_every,
-        ) | {"peak_memory_mb": peak.item(), "overhead_s": overhead[schedule]}  # fmt: skip
+        ) | {"peak_memory_mb": memory[schedule, strategy], "overhead_s": overhead[schedule]}  # fmt: skip
 
 
 def row(
@@ -214,7 +220,7 @@ def parser() -> argparse.ArgumentParser:
         help="rounds from one to the next with micro-batches run alone; -1: 2, for 8 ranks half of them; 0: never",
     )  # fmt: skip
     parser.add_argument("--recompute", action="store_true", help="full activation checkpointing")
-    parser.add_argument("--memory", action="store_true", help="measure peak memory; costs the first step of a round")
+    parser.add_argument("--memory", action="store_true", help="measure the memory of the largest step")
     parser.add_argument("--cache", default=".cache/torchtitan_wlb")
     return parser
 
