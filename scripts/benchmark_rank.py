@@ -145,8 +145,8 @@ class Bench:
         """The CPU with the link between ranks as it is under their shares: a message costs sender and receiver CPU
         seconds, all of whose waiting is latency."""
         after, before = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
-        seconds = []
-        for size in (1, 1 << 19):
+        seconds, values = [], 1 << 19
+        for size in (1, values):
             out, inbound = torch.zeros(size), torch.empty(size)
             dist.barrier()
             began = time.process_time()
@@ -156,9 +156,7 @@ class Bench:
                     message.wait()
             seconds.append((time.process_time() - began) / 20 / self.share)
         latency, took = seconds
-        if self.rank == 0:
-            print(f"link: {latency * 1e3:.2f} ms and {took * 1e3 / 2:.2f} ms a MiB", flush=True)
-        return replace(DEVICES["cpu"], latency=latency, link=4 * (1 << 19) / max(took - latency, 1e-9))
+        return replace(DEVICES["cpu"], latency=latency, link=4 * values / max(took - latency, 1e-9))
 
     def _pipeline(self, schedule: str):
         """(pipeline, parameters, optimizers, time model) of a schedule."""

@@ -27,9 +27,9 @@ from torchtitan_wlb.context_parallel.kernel_cost import KernelCost, build_kernel
 from torchtitan_wlb.context_parallel.selection import attention_seconds, choose_plan
 from torchtitan_wlb.data.micro_batch import padded_length
 from torchtitan_wlb.packing.cost_model import DEVICES
-from torchtitan_wlb.packing.packers import deal
 from torchtitan_wlb.packing.planner import StepPlan
 from torchtitan_wlb.packing.settings import PackingSettings
+from torchtitan_wlb.packing.simulate import slowest_pipeline
 from torchtitan_wlb.packing.spans import lengths
 from torchtitan_wlb.packing.tuning import tune
 
@@ -82,24 +82,13 @@ class Layout:
 
     def step_seconds(self, plan: StepPlan, settings: PackingSettings, sharding: str) -> float:
         """Predicted seconds of the slowest pipeline."""
-        cost, slowest = settings.cost, 0.0
-        for hand in deal(plan.work.tolist(), self.dp, plan.step, sort=settings.balances):
-            tokens = np.array([padded_length(int(plan.padded[b]), self.cp, self.tp, 1) for b in hand])
-            attention = self.layers * np.array(
-                [
-                    attention_seconds(
-                        choose_plan(lengths(plan.micro_batch(b)).tolist(), int(t), self.cp, sharding, self.kernel),
-                        self.kernel,
-                    ).max()
-                    for b, t in zip(hand, tokens)
-                ]
-            )
-            linear = cost.token_cost * tokens + cost.fixed_cost
-            order = list(range(len(hand)))
-            if settings.balances:
-                order = self.model.choose_order(attention, linear, tokens)
-            slowest = max(slowest, self.model.predict(attention[order], linear[order], tokens[order]).seconds)
-        return slowest
+        tokens = np.array([padded_length(int(t), self.cp, self.tp, 1) for t in plan.padded])
+        attention = np.zeros(len(tokens))
+        for b, t in enumerate(tokens.tolist()):
+            shards = choose_plan(lengths(plan.micro_batch(b)).tolist(), t, self.cp, sharding, self.kernel)
+            attention[b] = self.layers * attention_seconds(shards, self.kernel).max()
+        linear = settings.cost.token_cost * tokens + settings.cost.fixed_cost
+        return slowest_pipeline(plan, attention, linear, tokens, self.model, self.dp, settings.balances)
 
 
 def study(layout: Layout, stream: Stream, steps: int) -> list[dict]:

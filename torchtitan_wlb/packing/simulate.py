@@ -48,14 +48,30 @@ def predict_step(plan: StepPlan, model: StepModel, dp: int, balances: bool) -> f
         model: of a pipeline with N / dp micro-batches.
         balances: whether the strategy sorts micro-batches over ranks and orders them (PackingSettings.balances).
     """
+    return slowest_pipeline(plan, plan.attention, plan.work - plan.attention, plan.padded, model, dp, balances)
+
+
+def slowest_pipeline(
+    plan: StepPlan,
+    attention: np.ndarray,
+    linear: np.ndarray,
+    tokens: np.ndarray,
+    model: StepModel,
+    dp: int,
+    balances: bool,
+) -> float:
+    """Predicted seconds of a planned step with other costs than the plan's, which still decides who trains what.
+
+    Args:
+        attention, linear, tokens: [N] seconds and padded length of every micro-batch.
+        model, dp, balances: see predict_step.
+    """
     slowest = 0.0
     for hand in deal(plan.work.tolist(), dp, plan.step, sort=balances):
-        attention, tokens = plan.attention[hand], plan.padded[hand]
-        linear = plan.work[hand] - attention
         if balances:
-            order = model.choose_order(attention, linear, tokens)
-            attention, linear, tokens = attention[order], linear[order], tokens[order]
-        slowest = max(slowest, model.predict(attention, linear, tokens).seconds)
+            order = model.choose_order(attention[hand], linear[hand], tokens[hand])
+            hand = [hand[i] for i in order]
+        slowest = max(slowest, model.predict(attention[hand], linear[hand], tokens[hand]).seconds)
     return slowest
 
 
