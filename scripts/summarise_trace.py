@@ -1,9 +1,10 @@
-"""Where the time of training goes: a table from traces that train.py wrote (--profiling.enable_profiling), one a step.
+"""Where the time of training goes: a table for every run of train.py (--profiling.enable_profiling), from its traces
+and metrics.
 
-    python scripts/summarise_trace.py outputs/.../rank0.json [...] [--json OUT]
+    python scripts/summarise_trace.py outputs/RUN [...] [--rank R] [--from-step S] [--json OUT]
 
 Time of the thread that trains, by operator, without what an operator calls; what is in no operator is the host's own
-(Python, FSDP's hooks, waiting for other ranks).
+(Python, FSDP's hooks, waiting for other ranks). The share of waiting for data is of all logged steps from --from-step on.
 """
 
 import argparse
@@ -78,19 +79,35 @@ def summarise(traces: list[dict]) -> dict:
     }
 
 
+def of_run(folder: Path, rank: int, from_step: int) -> dict:
+    """The table of a run (its job.dump_folder), from the steps that a rank traced."""
+    traces = {int(path.parent.name.removeprefix("step-")): path for path in folder.glob(f"*/step-*/rank{rank}.json")}
+    steps = sorted(step for step in traces if step >= from_step)
+    if not steps:
+        raise SystemExit(f"No trace of rank {rank} from step {from_step} on in {folder}; traced: {sorted(traces)}")
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    records = [r for r in records if r["step"] >= from_step]
+    waiting = sum(r["data_time_s"] for r in records) / sum(r["step_time_s"] for r in records)
+    summary = summarise([json.loads(traces[step].read_text()) for step in steps])
+    return {"run": folder.name, "rank": rank, "steps": steps, "data_time_share": waiting, **summary}
+
+
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("traces", nargs="+")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="job.dump_folder of a run")
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--from-step", dest="from_step", type=int, default=3, help="earlier steps compile")
     parser.add_argument("--json", default="")
     arguments = parser.parse_args(argv)
-    summary = summarise([json.loads(Path(path).read_text()) for path in arguments.traces])
-    print(f"{len(summary['steps_ms'])} steps, {sum(summary['steps_ms']):.0f} ms")
-    for name, share in sorted(summary["share"].items(), key=lambda x: -x[1]):
-        print(f"{name:20} {share:6.1%}")
-    for name, ms in summary["operators"][:15]:
-        print(f"    {name:60} {ms:9.1f} ms")
+    summaries = [of_run(folder, arguments.rank, arguments.from_step) for folder in arguments.runs]
+    for s in summaries:
+        print(f"{s['run']}: steps {s['steps']}, {sum(s['steps_ms']):.0f} ms, data {s['data_time_share']:.2%}")
+        for name, share in sorted(s["share"].items(), key=lambda x: -x[1]):
+            print(f"{name:20} {share:6.1%}")
+        for name, ms in s["operators"][:15]:
+            print(f"    {name:60} {ms:9.1f} ms")
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps(summary, indent=1))
+        Path(arguments.json).write_text(json.dumps(summaries, indent=1))
 
 
 if __name__ == "__main__":

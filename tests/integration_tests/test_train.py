@@ -214,11 +214,13 @@ def test_loggers_validation_profile_and_end_of_data(corpus, tmp_path):
     for part in ("forward", "backward", "backward of the weights"):
         assert any(re.fullmatch(rf"{part} of micro-batch 3, \d+ documents, \d+ tokens", n) for n in names), part
     table = subprocess.run(
-        [sys.executable, "scripts/summarise_trace.py", str(trace), "--json", str(tmp_path / "table.json")],
+        [sys.executable, "scripts/summarise_trace.py", str(tmp_path), "--rank", "1", "--json", str(tmp_path / "table.json")],
         cwd=ROOT, capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
-    shares = json.loads((tmp_path / "table.json").read_text())["share"]
+    (summary,) = json.loads((tmp_path / "table.json").read_text())
+    shares = summary["share"]
     assert "matrix products" in table and sum(shares.values()) == pytest.approx(1) and shares["attention"] > 0
+    assert summary["steps"][0] == 3 and 0 <= summary["data_time_share"] < 1
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "tb"))
