@@ -84,7 +84,7 @@ llama_configs = {
     # For the step benchmark: on a CPU, a token of a document of 8K costs these three 5 to 6 times as much as one of a
     # document of 64 tokens; for the 7B at 128K on an H100 the cost model says 5.1 to 5.5 times.
     "debugmodel_long": ModelArgs(dim=128, n_layers=4, n_heads=8, n_kv_heads=2, ffn_dim=256),
-    "debugmodel_longer": ModelArgs(dim=256, n_layers=4, n_heads=16, n_kv_heads=4, ffn_dim=144),
+    "debugmodel_longer": ModelArgs(dim=256, n_layers=4, n_heads=16, n_kv_heads=4, ffn_dim=256),
     "debugmodel_small": ModelArgs(dim=64, n_layers=4, n_heads=4, n_kv_heads=1, ffn_dim=64),
     "debugmodel_deep": ModelArgs(dim=64, n_layers=8, n_heads=4, n_kv_heads=1, ffn_dim=192),
     "debugmodel_8m": ModelArgs(dim=256, n_layers=8, n_heads=8, n_kv_heads=4, ffn_dim=768),
