@@ -4,7 +4,8 @@ and metrics.
     python scripts/summarise_trace.py outputs/RUN [...] [--rank R] [--from-step S] [--json OUT]
 
 Time of the thread that trains, by operator, without what an operator calls; what is in no operator is the host's own
-(Python, FSDP's hooks, waiting for other ranks). The share of waiting for data is of all logged steps from --from-step on.
+(Python, FSDP's hooks, waiting for other ranks). The share of waiting for data is of all logged steps from --from-step
+on.
 """
 
 import argparse
