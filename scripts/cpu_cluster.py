@@ -88,8 +88,8 @@ def cpu_groups(n: int, share: float | None) -> Iterator[list[str]]:
 
 def enter_group() -> None:
     """Put this process, imports done, under its quota, and keep it on one core: ranks that wander meet now and then on
-    one core while another is idle. Also gloo's threads: the kernel gives a core the quota of a whole period, and a
-    message to a thread on another core waited for the next one (twice the time of a reduction)."""
+    one core while another is idle. Also gloo's threads: the kernel may give one core the quota of a whole period, and
+    a thread on another then waits for the next (small reductions took about twice the time)."""
     if group := os.environ.get(_ENVIRONMENT):
         (Path(group) / "cgroup.procs").write_text(str(os.getpid()))
         cores = sorted(os.sched_getaffinity(0))
