@@ -26,6 +26,7 @@ CASES = {
         Case("pp2-gpipe", pp=2, m=3, schedule="GPipe"),
         Case("pp2-loopedbfs", pp=2, m=3, schedule="LoopedBFS"),
         Case("pp2-interleavedzb", pp=2, m=4, schedule="InterleavedZeroBubble"),
+        Case("pp2-zbv", pp=2, m=4, schedule="ZBVZeroBubble"),
         Case("pp2-zbv-compile", pp=2, m=4, schedule="ZBVZeroBubble", compile=True),
         Case("pp2-dualpipev", pp=2, m=5, schedule="DualPipeV"),
         Case("pp2-zbv-ac", pp=2, m=4, schedule="ZBVZeroBubble", ac_mode="full"),
