@@ -27,9 +27,9 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from torchtitan_wlb.context_parallel.attention import context_parallel_attention
-from torchtitan_wlb.context_parallel.kernel_cost import KernelCost, measured_kernel_cost
 from torchtitan_wlb.context_parallel.selection import KINDS, choose_plan, latency
 from torchtitan_wlb.context_parallel.shard_plan import ShardPlan
+from torchtitan_wlb.cost.kernel_cost import KernelCost, measured_kernel_cost
 from torchtitan_wlb.data.micro_batch import AttentionMeta, attention_meta, padded_length
 from torchtitan_wlb.data.sources import synthetic_lengths
 from torchtitan_wlb.models.attention import select_kernel

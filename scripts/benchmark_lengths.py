@@ -28,21 +28,21 @@ from benchmark_rank import DEVICE, DTYPE, load_synthetic
 from cpu_cluster import as_ranks
 
 from torchtitan_wlb.config import JobConfig
-from torchtitan_wlb.context_parallel.kernel_cost import analytic_kernel_cost
+from torchtitan_wlb.cost.devices import DEVICES
+from torchtitan_wlb.cost.kernel_cost import analytic_kernel_cost
+from torchtitan_wlb.cost.profile import build_cost_model
+from torchtitan_wlb.cost.step_time import without_pipelining
 from torchtitan_wlb.data.dataloader import StepBatch, StepDataset, make_planner
 from torchtitan_wlb.data.micro_batch import Layout
 from torchtitan_wlb.data.tokenizer import Tokenizer
 from torchtitan_wlb.models.attention import SDPA
 from torchtitan_wlb.models.llama import llama_configs
-from torchtitan_wlb.packing.cost_model import DEVICES
-from torchtitan_wlb.packing.profile import build_cost_model
 from torchtitan_wlb.packing.settings import resolve_settings
 from torchtitan_wlb.packing.tuning import tune
 from torchtitan_wlb.parallelisms.parallel_dims import ParallelDims
 from torchtitan_wlb.parallelisms.parallelize_llama import build_stage
 from torchtitan_wlb.parallelisms.pipeline_llama import Pipeline
 from torchtitan_wlb.profiling import MicroBatchClock
-from torchtitan_wlb.simulation.step_time import without_pipelining
 
 N, WINDOW, TP = 4, 4096, 2
 

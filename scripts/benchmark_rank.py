@@ -24,8 +24,11 @@ from cpu_cluster import enter_group, leave_group
 from profile_costs import measure_attention, measure_linear
 
 from torchtitan_wlb.config import JobConfig
-from torchtitan_wlb.context_parallel.kernel_cost import build_kernel_cost
 from torchtitan_wlb.context_parallel.selection import choose_plan
+from torchtitan_wlb.cost.devices import DEVICES, Device
+from torchtitan_wlb.cost.kernel_cost import build_kernel_cost
+from torchtitan_wlb.cost.profile import read_profile
+from torchtitan_wlb.cost.step_time import StepModel, stages_of, without_pipelining
 from torchtitan_wlb.data.dataloader import StepBatch, StepDataset, make_planner
 from torchtitan_wlb.data.documents import Documents, load_documents
 from torchtitan_wlb.data.micro_batch import IGNORE_INDEX, Layout, MicroBatch, build_micro_batch, pack_documents
@@ -33,18 +36,15 @@ from torchtitan_wlb.data.tokenizer import Tokenizer
 from torchtitan_wlb.models.attention import SDPA
 from torchtitan_wlb.models.llama import Transformer, llama_configs
 from torchtitan_wlb.optimizer import Optimizers
-from torchtitan_wlb.packing.cost_model import DEVICES, Device
 from torchtitan_wlb.packing.planner import StepPlan
-from torchtitan_wlb.packing.profile import read_profile
+from torchtitan_wlb.packing.quality import predict_step
 from torchtitan_wlb.packing.settings import PackingSettings, resolve_settings
-from torchtitan_wlb.packing.simulate import predict_step
 from torchtitan_wlb.packing.tuning import tune
 from torchtitan_wlb.parallelisms.distributed import clip_grad_norm, gather_step, read_steps
 from torchtitan_wlb.parallelisms.parallel_dims import ParallelDims
 from torchtitan_wlb.parallelisms.parallelize_llama import build_stage
 from torchtitan_wlb.parallelisms.pipeline_llama import Pipeline, plan_pipeline
 from torchtitan_wlb.profiling import MicroBatchClock
-from torchtitan_wlb.simulation.step_time import StepModel, stages_of, without_pipelining
 
 # degrees (dp, pp, cp), micro-batches a step, context window, model (a pipeline needs layers to cut)
 LAYOUTS = {

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from torchtitan_wlb.context_parallel.kernel_cost import KernelCost, measured_kernel_cost
 from torchtitan_wlb.context_parallel.selection import KINDS, attention_seconds, build_plan
+from torchtitan_wlb.cost.kernel_cost import KernelCost, measured_kernel_cost
 from torchtitan_wlb.data.sources import synthetic_lengths
 from torchtitan_wlb.models.attention import SDPA, Kernel, Segments, select_kernel
 

@@ -13,11 +13,11 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from torchtitan_wlb.config import ConfigError
 from torchtitan_wlb.config_checks import source_problems
 from torchtitan_wlb.config_manager import exit_on_config_error, load_config
 from torchtitan_wlb.data.documents import load_documents
 from torchtitan_wlb.data.tokenizer import Tokenizer
+from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.logger import init_logger
 
 

@@ -23,23 +23,24 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from torchtitan_wlb.config import ConfigError, JobConfig
+from torchtitan_wlb.config import JobConfig
 from torchtitan_wlb.config_manager import exit_on_config_error, load_config
 from torchtitan_wlb.context_parallel.attention import context_parallel_attention
-from torchtitan_wlb.context_parallel.kernel_cost import analytic_kernel_cost
+from torchtitan_wlb.cost.devices import DEVICES
+from torchtitan_wlb.cost.kernel_cost import analytic_kernel_cost
+from torchtitan_wlb.cost.profile import build_cost_model, detect_device
+from torchtitan_wlb.cost.step_time import without_pipelining
 from torchtitan_wlb.data.dataloader import make_planner
 from torchtitan_wlb.data.documents import load_documents
 from torchtitan_wlb.data.micro_batch import IGNORE_INDEX, AttentionMeta, Layout, build_micro_batch
 from torchtitan_wlb.data.tokenizer import Tokenizer
+from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.logger import init_logger
 from torchtitan_wlb.models.attention import select_kernel
 from torchtitan_wlb.models.llama import LossHead, ModelArgs, Transformer, TransformerBlock, llama_configs, rotary_table
-from torchtitan_wlb.packing.cost_model import DEVICES
-from torchtitan_wlb.packing.profile import build_cost_model, detect_device
+from torchtitan_wlb.packing.quality import measure
 from torchtitan_wlb.packing.settings import resolve_settings
-from torchtitan_wlb.packing.simulate import measure
 from torchtitan_wlb.packing.tuning import tune
-from torchtitan_wlb.simulation.step_time import without_pipelining
 
 MIN_SECONDS, MIN_RUNS = 0.2, 3  # per measurement
 

@@ -3,7 +3,7 @@
     python scripts/simulate_packing.py --job.config_file F.toml --lengths L.json --steps 500 --seed 0 --json OUT [--plot
     P.png]
 
-L.json is a list of lengths; longer ones follow training.long_documents. Statistics (packing/simulate.py says what they
+L.json is a list of lengths; longer ones follow training.long_documents. Statistics (packing/quality.py says what they
 mean) are over --steps steps after 50 of warm-up. step_time_s is the predicted step of the recipe's layout and
 schedule, over_plain what follows from it in tokens/s. The last row is the strategy wlb with the recipe's setting.
 """
@@ -22,17 +22,17 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from torchtitan_wlb.config import JobConfig
 from torchtitan_wlb.config_manager import exit_on_config_error, load_config
+from torchtitan_wlb.cost.devices import DEVICES
+from torchtitan_wlb.cost.profile import build_cost_model, detect_device
+from torchtitan_wlb.cost.step_time import StepModel
 from torchtitan_wlb.data.documents import apply_length_policy
 from torchtitan_wlb.data.tokenizer import Tokenizer
 from torchtitan_wlb.models.llama import ModelArgs, llama_configs
-from torchtitan_wlb.packing.cost_model import DEVICES
 from torchtitan_wlb.packing.planner import StepPlanner
-from torchtitan_wlb.packing.profile import build_cost_model, detect_device
+from torchtitan_wlb.packing.quality import Quality, measure
 from torchtitan_wlb.packing.settings import PackingSettings, resolve_settings
-from torchtitan_wlb.packing.simulate import Quality, measure
 from torchtitan_wlb.packing.tuning import tune
 from torchtitan_wlb.parallelisms.pipeline_llama import plan_pipeline
-from torchtitan_wlb.simulation.step_time import StepModel
 
 WARMUP = 50
 COLUMNS = (

@@ -25,11 +25,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from torch.distributed.tensor.experimental._context_parallel import _load_balancer as native
 
 from torchtitan_wlb.context_parallel.exchange import chunk_table, received_tokens
-from torchtitan_wlb.context_parallel.kernel_cost import SHORT_QUERIES, KernelCost, analytic_kernel_cost
 from torchtitan_wlb.context_parallel.selection import KINDS, attention_seconds, build_plan, choose_plan
 from torchtitan_wlb.context_parallel.shard_plan import per_document, per_sequence
+from torchtitan_wlb.cost.devices import DEVICES
+from torchtitan_wlb.cost.kernel_cost import SHORT_QUERIES, KernelCost, analytic_kernel_cost
 from torchtitan_wlb.data.micro_batch import attention_meta, padded_length
-from torchtitan_wlb.packing.cost_model import DEVICES
 
 WINDOW = 131072
 

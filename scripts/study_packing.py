@@ -21,8 +21,8 @@ from simulate_packing import WARMUP, Stream, recipe_settings, settings_to_compar
 from tune_packing import own_documents
 
 from torchtitan_wlb.config_manager import load_config
-from torchtitan_wlb.packing.packers import spread
-from torchtitan_wlb.packing.simulate import measure
+from torchtitan_wlb.packing.greedy import spread
+from torchtitan_wlb.packing.quality import measure
 from torchtitan_wlb.packing.solver import solve
 from torchtitan_wlb.packing.spans import lengths, longest_first
 from torchtitan_wlb.packing.tuning import tune

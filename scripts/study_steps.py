@@ -23,13 +23,13 @@ import numpy as np
 from simulate_packing import WARMUP, Stream, recipe_args, recipe_pipelines, recipe_settings  # sets the path
 
 from torchtitan_wlb.config_manager import load_config
-from torchtitan_wlb.context_parallel.kernel_cost import KernelCost, build_kernel_cost
 from torchtitan_wlb.context_parallel.selection import attention_seconds, choose_plan
+from torchtitan_wlb.cost.devices import DEVICES
+from torchtitan_wlb.cost.kernel_cost import KernelCost, build_kernel_cost
 from torchtitan_wlb.data.micro_batch import padded_length
-from torchtitan_wlb.packing.cost_model import DEVICES
 from torchtitan_wlb.packing.planner import StepPlan
+from torchtitan_wlb.packing.quality import slowest_pipeline
 from torchtitan_wlb.packing.settings import PackingSettings
-from torchtitan_wlb.packing.simulate import slowest_pipeline
 from torchtitan_wlb.packing.spans import lengths
 from torchtitan_wlb.packing.tuning import tune
 

@@ -22,8 +22,8 @@ from torchtitan_wlb.config import JobConfig
 from torchtitan_wlb.config_manager import exit_on_config_error, load_config
 from torchtitan_wlb.logger import init_logger
 from torchtitan_wlb.packing.planner import StepPlanner
+from torchtitan_wlb.packing.quality import measure
 from torchtitan_wlb.packing.settings import PackingSettings
-from torchtitan_wlb.packing.simulate import measure
 from torchtitan_wlb.packing.tuning import candidate_thresholds
 
 WARMUP = 50

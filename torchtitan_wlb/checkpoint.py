@@ -9,6 +9,7 @@ them.
 import json
 import shutil
 import time
+from collections.abc import Collection
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
@@ -23,9 +24,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from torchtitan_wlb.config import ConfigError
+from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.logger import logger
-from torchtitan_wlb.optimizer import Optimizers
+from torchtitan_wlb.optimizer import OptimizersContainer
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -95,7 +96,7 @@ class CheckpointManager:
         asynchronous: write from a background thread; `finish` (and the next save) waits for it.
     """
 
-    def __init__(self, folder: Path, optimizers: Optimizers, keep_latest_k: int, asynchronous: bool):
+    def __init__(self, folder: Path, optimizers: OptimizersContainer, keep_latest_k: int, asynchronous: bool):
         self.folder, self.optimizers, self.keep, self.asynchronous = (
             folder,
             optimizers,
@@ -106,13 +107,16 @@ class CheckpointManager:
         # The background thread's collectives must not mix with those of training.
         self._group = dist.new_group(backend="gloo") if asynchronous else None
 
-    def _state(self) -> dict[str, Any]:
-        model: dict[str, Any] = {}
-        optimizer: dict[str, Any] = {}
-        for part, optim in zip(self.optimizers.models, self.optimizers.parts):
-            model |= get_model_state_dict(part, options=_OPTIONS)
-            optimizer |= get_optimizer_state_dict(part, optim, options=_OPTIONS)
-        return {"model": model, "optimizer": optimizer}
+    def _state(self, exclude: Collection[str] = ()) -> dict[str, Any]:
+        state: dict[str, dict[str, Any]] = {k: {} for k in ("model", "optimizer") if k not in exclude}
+        for part, optimizer in self._parts():
+            state["model"] |= get_model_state_dict(part, options=_OPTIONS)
+            if "optimizer" in state:
+                state["optimizer"] |= get_optimizer_state_dict(part, optimizer, options=_OPTIONS)
+        return state
+
+    def _parts(self):
+        return zip(self.optimizers.model_parts, self.optimizers.optimizers)
 
     def save(self, run_state: dict[str, Any]) -> None:
         """Save the checkpoint of run_state["step"]; run_state is JSON and equal on all ranks."""
@@ -147,15 +151,16 @@ class CheckpointManager:
                 metadata.unlink()  # first, so that a half-deleted checkpoint never looks complete
                 shutil.rmtree(metadata.parent)
 
-    def load(self, checkpoint: Path) -> None:
-        """Load parameters and optimizer state, whatever layout saved them."""
-        state = self._state()
+    def load(self, checkpoint: Path, exclude: Collection[str] = ()) -> None:
+        """Load parameters and (unless "optimizer" is in exclude) optimizer state, whatever layout saved them."""
+        state = self._state(exclude)
         try:
             dcp.load(state, checkpoint_id=str(checkpoint))
         except Exception as error:
             raise ConfigError(f"--checkpoint.load_step: {checkpoint} cannot be loaded ({error})") from error
-        for part, optim in zip(self.optimizers.models, self.optimizers.parts):
+        for part, optimizer in self._parts():
             names = set(get_model_state_dict(part, options=_OPTIONS))
             set_model_state_dict(part, {k: v for k, v in state["model"].items() if k in names}, options=_OPTIONS)
-            set_optimizer_state_dict(part, optim, state["optimizer"], options=_OPTIONS)
+            if "optimizer" in state:
+                set_optimizer_state_dict(part, optimizer, state["optimizer"], options=_OPTIONS)
         logger.info(f"Loaded {checkpoint}")

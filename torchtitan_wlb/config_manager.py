@@ -1,42 +1,68 @@
-"""From command line and TOML to a checked JobConfig.
+"""From command line and TOML to a JobConfig.
 
 1. `--job.config_file F.toml` is read, `--section.key value` flags are laid over it (flag > TOML > default).
-2. Unknown sections and keys, wrong types and illegal choices are collected with the nearest valid name.
-3. `config_checks.validate` collects what is impossible together (degrees, heads, lengths, schedules).
-All problems come out in one ConfigError before any process group exists; rank 0 prints it, every rank exits with 2.
+2. The sections of config.py check names, types and ranges; every problem is collected with what is legal.
+3. config_checks.validate then collects what is impossible together (degrees, heads, lengths, schedules).
+Problems come out in one ConfigError before any file of data is opened; rank 0 prints it, every rank exits with 2.
 """
 
 import contextlib
-import dataclasses
 import difflib
 import os
 import sys
+import textwrap
 import time
+from functools import partial
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from torchtitan_wlb.config import ConfigError, JobConfig
+from torchtitan_wlb.config import JobConfig
+from torchtitan_wlb.errors import ConfigError
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
+_LAX = partial(TypeAdapter, config=ConfigDict(allow_inf_nan=False))  # on the command line all values are words
+SECTIONS: dict[str, Any] = {name: info.annotation for name, info in JobConfig.model_fields.items()}
 
-_SECTIONS: dict[str, Any] = {f.name: f.type for f in dataclasses.fields(JobConfig)}
-_KEYS = {s: {f.name: f.type for f in dataclasses.fields(cls)} for s, cls in _SECTIONS.items()}
-
-
-def _takes_several(section: str, key: str) -> bool:
-    """Whether a field is a tuple, alone or in a union with a word such as "auto"."""
-    declared = _KEYS.get(section, {}).get(key)
-    return any(get_origin(t) is tuple for t in (declared, *get_args(declared)))
-
-
-def _several(values: list) -> Any:
-    return values[0] if values == ["auto"] else values
+# Keys of torchtitan's TOML files up to 2025 that are called something else here.
+MOVED = {
+    "activation_checkpoint.selective_ac_option": "activation_checkpoint.mode and activation_checkpoint.selective_every",
+    "checkpoint.create_seed_checkpoint": "nothing: initial weights are the same in every layout",
+    "checkpoint.enable_checkpoint": "checkpoint.enable",
+    "checkpoint.interval_type": "checkpoint.interval, which counts steps",
+    "experimental.context_parallel_degree": "parallelism.context_parallel_degree",
+    "experimental.context_parallel_rotate_method": "context_parallel.sharding",
+    "experimental.pipeline_parallel_degree": "parallelism.pipeline_parallel_degree",
+    "experimental.pipeline_parallel_microbatches": "training.global_batch_size, micro-batches of all ranks",
+    "experimental.pipeline_parallel_schedule": "parallelism.pipeline_parallel_schedule",
+    "experimental.pipeline_parallel_split_points": "parallelism.pipeline_parallel_stages_per_rank",
+    "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor, a share of the peak",
+    "metrics.disable_color_printing": "metrics.enable_color",
+    "metrics.enable_color_printing": "metrics.enable_color",
+    "model.name": "model.flavor",
+    "model.norm_type": "nothing: the norm is RMSNorm",
+    "model.tokenizer_path": "model.tokenizer",
+    "optimizer.implementation": "optimizer.fused",
+    "training.batch_size": "training.global_batch_size, micro-batches of all ranks",
+    "training.local_batch_size": "training.global_batch_size, micro-batches of all ranks",
+    "training.compile": "compile.enable",
+    "training.context_parallel_degree": "parallelism.context_parallel_degree",
+    "training.data_parallel_degree": "parallelism.data_parallel_shard_degree",
+    "training.data_parallel_replicate_degree": "parallelism.data_parallel_replicate_degree",
+    "training.data_parallel_shard_degree": "parallelism.data_parallel_shard_degree",
+    "training.deterministic": "debug.deterministic",
+    "training.disable_loss_parallel": "nothing: the loss is always split over tensor-parallel ranks",
+    "training.fsdp_reshard_after_forward": "parallelism.reshard_after_forward",
+    "training.pipeline_parallel_degree": "parallelism.pipeline_parallel_degree",
+    "training.seed": "debug.seed",
+    "training.tensor_parallel_degree": "parallelism.tensor_parallel_degree",
+    "training.warmup_steps": "lr_scheduler.warmup_steps",
+}
 
 
 def load_config(argv: list[str]) -> JobConfig:
@@ -47,37 +73,30 @@ def load_config(argv: list[str]) -> JobConfig:
             a bare `--section.flag` for true.
 
     Raises:
-        ConfigError: file missing or not TOML, unknown section or key, wrong type, value not among the choices.
+        ConfigError: file missing or not TOML, unknown section or key, wrong type, value out of range.
+        SystemExit: after printing the help text for -h, --help or `--help SECTION`.
     """
-    if any(word in ("-h", "--help") for word in argv):
-        import tyro
-
-        tyro.cli(
-            tyro.conf.FlagConversionOff[JobConfig],
-            args=["--help"],
-            use_underscores=True,
-            description="Flags win over the TOML file.",
-        )
+    if help_at := [i for i, word in enumerate(argv) if word in ("-h", "--help")]:
+        print(help_text(argv[help_at[0] + 1 :]))
+        sys.exit(0)
     problems: list[str] = []
     flags = _parse_flags(argv, problems)
-    merged: dict[str, dict[str, Any]] = {}
     path = flags.get("job", {}).get("config_file", "")
-    if path:
-        merged = _read_toml(path, problems)
+    merged = _read_toml(path, problems) if "config_file" in flags.get("job", {}) else {}
     for section, keys in flags.items():
         merged.setdefault(section, {}).update(keys)
     try:
-        config = TypeAdapter(JobConfig).validate_python(merged)
+        config = JobConfig.model_validate(merged)
     except ValidationError as error:
-        for e in error.errors():
-            name = ".".join(str(x) for x in e["loc"])
-            problems.append(f"{name} = {e['input']!r}: {e['msg'][0].lower()}{e['msg'][1:]}")
+        for where, found in _first_of_each_key(error).items():
+            problems.append(f"{where} = {found['input']!r}{f' in {path}' if path else ''}: {_reason(found)}")
     if problems:
         raise ConfigError(*problems)
     return config
 
 
 def _parse_flags(argv: list[str], problems: list[str]) -> dict[str, dict[str, Any]]:
+    """{section: {key: value}} of the flags that are right; what is wrong with the others goes to problems."""
     flags: dict[str, dict[str, Any]] = {}
     words = list(argv)
     while words:
@@ -86,27 +105,37 @@ def _parse_flags(argv: list[str], problems: list[str]) -> dict[str, dict[str, An
             problems.append(f"{word!r} is not a flag: flags are written --section.key value")
             continue
         name, has_value, value = word[2:].partition("=")
-        values = [value] if has_value else []
         section, _, key = name.partition(".")
         key = key.replace("-", "_")
-        is_tuple = _takes_several(section, key)
+        declared = _declared(section, key)
+        takes_several = declared is not None and _takes_several(declared)
+        values = [value] if has_value else []
         if not has_value:
-            while words and not words[0].startswith("--") and (is_tuple or not values):
+            while words and not words[0].startswith("--") and (takes_several or not values):
                 values.append(words.pop(0))
-        if not _known(section, key, "--" + name, problems):
+        if declared is None:
+            problems.append(f"--{name}: {_unknown(section, key)}")
             continue
-        if not values and _KEYS[section][key] is bool:
+        if key in flags.get(section, {}):
+            problems.append(f"--{name} is given twice")
+            continue
+        if not values and declared is bool:
             values = ["true"]
-        if not values and not is_tuple:
+        if not values and not takes_several:
             problems.append(f"--{name} needs a value")
             continue
-        flags.setdefault(section, {})[key] = _several(values) if is_tuple else values[0]
+        try:
+            given = values if takes_several else values[0]
+            flags.setdefault(section, {})[key] = _LAX(declared).validate_python(given, strict=False)
+        except ValidationError as error:
+            problems.append(f"--{name} {' '.join(values)}: {_reason(error.errors()[0])}")
     return flags
 
 
 def _read_toml(path: str, problems: list[str]) -> dict[str, dict[str, Any]]:
+    """The known sections and keys of a file, as they stand there."""
     try:
-        table = tomllib.loads(Path(path).read_text())
+        table = tomllib.loads(Path(path or "(no name)").read_text())
     except OSError as error:
         problems.append(f"--job.config_file {path}: {error.strerror}")
         return {}
@@ -119,42 +148,79 @@ def _read_toml(path: str, problems: list[str]) -> dict[str, dict[str, Any]]:
             problems.append(f"{section} = {keys!r} in {path} stands outside a section")
             continue
         for key, value in keys.items():
-            if _known(section, key, f"[{section}] {key} in {path}", problems):
-                if not _toml_type_fits(_KEYS[section][key], value):
-                    declared = getattr(_KEYS[section][key], "__name__", _KEYS[section][key])
-                    problems.append(f"{section}.{key} = {value!r} in {path}: input should be a valid {declared}")
-                    continue
-                if _takes_several(section, key):
-                    value = _several(value if isinstance(value, list) else [value])
+            if _declared(section, key) is None:
+                problems.append(f"[{section}] {key} in {path}: {_unknown(section, key)}")
+            else:
                 merged.setdefault(section, {})[key] = value
-        if not keys:
-            _known(section, "", f"[{section}] in {path}", problems)
+        if not keys and section not in SECTIONS:
+            problems.append(f"[{section}] in {path}: {_unknown(section, '')}")
     return merged
 
 
-def _toml_type_fits(declared: Any, value: Any) -> bool:
-    """TOML has types, so a number in quotes or a word for a flag is a mistake there (on the command line all are
-    words)."""
-    if declared is bool:
-        return isinstance(value, bool)
-    if declared in (int, float):
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    return True
+def _declared(section: str, key: str) -> Any:
+    """Type of a field with its ranges, None if there is no such field."""
+    info = SECTIONS[section].model_fields.get(key) if section in SECTIONS else None
+    if info is None:
+        return None
+    return Annotated[(info.annotation, *info.metadata)] if info.metadata else info.annotation
 
 
-def _known(section: str, key: str, shown: str, problems: list[str]) -> bool:
-    if section not in _KEYS:
-        problems.append(f"{shown}: no section {section!r}{_nearest(section, _KEYS)}")
-    elif key and key not in _KEYS[section]:
-        problems.append(f"{shown}: [{section}] has no key {key!r}{_nearest(key, _KEYS[section])}")
-    else:
-        return True
-    return False
+def _takes_several(declared: Any) -> bool:
+    """Whether a type is a tuple, alone or in a union with a word such as "auto"."""
+    return get_origin(declared) is tuple or any(
+        _takes_several(x) for x in get_args(declared) if get_origin(declared) is not tuple
+    )
+
+
+def _unknown(section: str, key: str) -> str:
+    if f"{section}.{key}" in MOVED:
+        return f"here it is {MOVED[f'{section}.{key}']}"
+    if section not in SECTIONS:
+        return f"no section {section!r}{_nearest(section, SECTIONS)}"
+    if not key:
+        return f"a section, not a key; its keys: {', '.join(SECTIONS[section].model_fields)}"
+    return f"[{section}] has no key {key!r}{_nearest(key, SECTIONS[section].model_fields)}"
 
 
 def _nearest(name: str, valid) -> str:
     match = difflib.get_close_matches(name, valid, n=1, cutoff=0.4)
     return f"; nearest: {match[0]}" if match else f"; valid: {', '.join(valid)}"
+
+
+def _first_of_each_key(error: ValidationError) -> dict[str, Any]:
+    """{section.key: error}; a union reports one for each of its types."""
+    found: dict[str, Any] = {}
+    for e in error.errors():
+        found.setdefault(".".join(map(str, e["loc"][:2])), e)
+    return found
+
+
+def _reason(error: Any) -> str:
+    """What pydantic says, without the words that only a programmer needs."""
+    message = error["msg"].removeprefix("Value error, ")
+    return message[0].lower() + message[1:]
+
+
+def help_text(sections: list[str]) -> str:
+    """Keys, types, defaults and help of some sections; of all, one line a key."""
+    lines = [
+        "train.py --job.config_file F.toml [--section.key value ...]",
+        "Flags win over the file, the file over defaults.",
+    ]
+    known = [s for s in sections if s in SECTIONS]
+    for name in known or SECTIONS:
+        lines += ["", f"[{name}]"]
+        for key, info in SECTIONS[name].model_fields.items():
+            default = info.default if info.default != () else "none"
+            about = " ".join((info.description or "").split())
+            if known:
+                lines.append(f"  {key} = {default}")
+                lines += textwrap.wrap(about, 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            else:
+                lines.append("  " + textwrap.shorten(f"{key} = {default}: {about}", 118, placeholder=" ..."))
+    if not known:
+        lines += ["", f"The whole text of a section: train.py --help SECTION ({', '.join(SECTIONS)})"]
+    return "\n".join(lines)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ a partial sum that the caller reduces.
 import torch
 import torch.distributed as dist
 
-from torchtitan_wlb.data.micro_batch import IGNORE_INDEX
+IGNORE_INDEX = -100  # label of a token that is no target
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

@@ -10,9 +10,9 @@ import torch
 
 from torchtitan_wlb.config import Metrics
 from torchtitan_wlb.context_parallel.selection import KINDS as SHARDINGS
+from torchtitan_wlb.cost.model_shape import ModelShape
 from torchtitan_wlb.logger import Color, NoColor, logger
-from torchtitan_wlb.models.llama import ModelArgs
-from torchtitan_wlb.parallelisms.distributed import read_steps
+from torchtitan_wlb.parallelisms.step_sums import read_steps
 
 ALL_SHARDINGS = ("whole", *SHARDINGS)
 # Dense bf16 FLOP/s by a part of the device name; others have no known peak and no MFU.
@@ -21,14 +21,6 @@ _PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 
 def peak_flops(device_name: str) -> float | None:
     return next((flops for name, flops in _PEAK_FLOPS.items() if name in device_name), None)
-
-
-def training_flops(args: ModelArgs, tokens: int, attended_pairs: int) -> float:
-    """FLOPs, forward and backward without recomputation, of documents: linear in tokens, attention by attended pairs,
-    no padding."""
-    return 3 * (
-        args.linear_flops_per_token(args.vocab_size) * tokens + args.attention_flops_per_pair() * attended_pairs
-    )
 
 
 def _complete_lines(path: Path) -> list[str]:
@@ -45,7 +37,7 @@ class MetricLogger:
     Args:
         metrics: which sinks.
         job: the whole configuration, logged to TensorBoard and Weights & Biases.
-        args: shape of the model, for FLOPs.
+        shape: of the model, for FLOPs.
         dump_folder: of the run.
         resumed_step: later lines of metrics.jsonl are dropped (they will be trained again).
         peak: FLOP/s of one device, None if unknown.
@@ -55,7 +47,7 @@ class MetricLogger:
         self,
         metrics: Metrics,
         job: dict[str, Any],
-        args: ModelArgs,
+        shape: ModelShape,
         *,
         dump_folder: Path,
         rank: int,
@@ -63,7 +55,7 @@ class MetricLogger:
         resumed_step: int,
         peak: float | None,
     ):
-        self.args, self.world_size, self.peak = args, world_size, peak
+        self.shape, self.world_size, self.peak = shape, world_size, peak
         self.color = Color if metrics.enable_color else NoColor
         self.writes = rank == 0
         self._file = self._tensorboard = self._wandb = None
@@ -75,7 +67,9 @@ class MetricLogger:
             if metrics.enable_tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
 
-                self._tensorboard = SummaryWriter(str(dump_folder / "tb"), purge_step=resumed_step + 1)
+                self._tensorboard = SummaryWriter(
+                    str(dump_folder / metrics.save_tb_folder), purge_step=resumed_step + 1
+                )
                 self._tensorboard.add_text("config", json.dumps(job, indent=2))
             if metrics.enable_wandb:
                 import wandb
@@ -99,7 +93,7 @@ class MetricLogger:
 
         Args:
             record: its numbers, some of them still on the device; they are read when they are logged.
-            table: of parallelisms.distributed.gather_step.
+            table: of parallelisms.step_sums.gather_step.
         """
         self._record = record
         self._tokens += record["tokens"]
@@ -128,7 +122,7 @@ class MetricLogger:
         seconds, steps = time.perf_counter() - self._began - self._paused, len(self._tables)
         rates = {"tps": self._tokens / seconds / self.world_size, "mfu": None, "step_time_s": seconds / steps}
         if self.peak:
-            flops = training_flops(self.args, self._tokens, self._pairs)
+            flops = self.shape.training_flops(self._tokens, self._pairs)
             rates["mfu"] = flops / seconds / self.world_size / self.peak
         if self.writes:
             self._write(self._record | rates)

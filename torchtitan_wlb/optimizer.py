@@ -9,22 +9,26 @@ from torch import nn
 from torchtitan_wlb.config import LRScheduler, Optimizer
 
 
-class Optimizers:
+class OptimizersContainer:
     """One optimizer for every model part of this rank (several with an interleaved pipeline), stepped together."""
 
-    def __init__(self, models: Sequence[nn.Module], config: Optimizer):
-        self.models = models
-        self.parts = [_build(m, config) for m in models]
+    def __init__(self, model_parts: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]):
+        self.model_parts, self.optimizers = model_parts, optimizers
 
     def step(self, lr: float) -> None:
-        for part in self.parts:
-            for group in part.param_groups:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
                 group["lr"] = lr
-            part.step()
+            optimizer.step()
 
     def zero_grad(self) -> None:
-        for part in self.parts:
-            part.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+
+def build_optimizers(model_parts: Sequence[nn.Module], config: Optimizer) -> OptimizersContainer:
+    """Optimizers of the [optimizer] section; vectors (norms) are not decayed."""
+    return OptimizersContainer(model_parts, [_build(part, config) for part in model_parts])
 
 
 def _build(model: nn.Module, c: Optimizer) -> torch.optim.Optimizer:
@@ -34,16 +38,20 @@ def _build(model: nn.Module, c: Optimizer) -> torch.optim.Optimizer:
     groups = [g for g in groups if g["params"]]
     if c.name == "SGD":
         return torch.optim.SGD(groups, lr=c.lr, momentum=c.momentum)
-    return torch.optim.AdamW(groups, lr=c.lr, betas=(c.beta1, c.beta2), eps=c.eps, fused=True)
+    return torch.optim.AdamW(groups, lr=c.lr, betas=(c.beta1, c.beta2), eps=c.eps, fused=c.fused)
 
 
-def lr_factor(step: int, total_steps: int, c: LRScheduler) -> float:
-    """Learning rate of step 1 .. total_steps as a share of the peak: linear warm-up, constant, decay to
-    min_lr_factor."""
+def lr_factor(step: int, steps: int, c: LRScheduler) -> float:
+    """Learning rate of a step as a share of the peak: linear warm-up, constant, decay to min_lr_factor, which it keeps.
+
+    Args:
+        step: from 1 on. steps: of the run; the schedule has c.steps, or as many where that is 0.
+    """
+    steps = c.steps or steps
     if step <= c.warmup_steps:
         return step / c.warmup_steps
-    decay_steps = max(1, round((total_steps - c.warmup_steps) * c.decay_ratio))
-    into_decay = step - (total_steps - decay_steps)
+    decay_steps = max(1, round((steps - c.warmup_steps) * c.decay_ratio))
+    into_decay = step - (steps - decay_steps)
     if into_decay <= 0:
         return 1.0
     progress = min(1.0, into_decay / decay_steps)

@@ -12,7 +12,7 @@ from torchtitan_wlb.logger import logger
 
 
 @contextlib.contextmanager
-def maybe_profile(config: Profiling, dump_folder: str, rank: int):
+def maybe_enable_profiling(config: Profiling, dump_folder: str, rank: int):
     """Yields an object whose `step()` is called after every training step, or None."""
     if not config.enable_profiling:
         yield None
@@ -35,7 +35,7 @@ def maybe_profile(config: Profiling, dump_folder: str, rank: int):
 
 
 @contextlib.contextmanager
-def maybe_memory_snapshot(config: Profiling, dump_folder: str, rank: int):
+def maybe_enable_memory_snapshot(config: Profiling, dump_folder: str, rank: int):
     """Records CUDA allocations and writes them when training ends or runs out of memory."""
     if not (config.enable_memory_snapshot and torch.cuda.is_available()):
         yield
@@ -44,9 +44,9 @@ def maybe_memory_snapshot(config: Profiling, dump_folder: str, rank: int):
     try:
         yield
     finally:
-        path = Path(dump_folder) / config.save_traces_folder
+        path = Path(dump_folder) / config.save_memory_snapshot_folder
         path.mkdir(parents=True, exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(path / f"memory-rank{rank}.pickle"))
+        torch.cuda.memory._dump_snapshot(str(path / f"rank{rank}.pickle"))
 
 
 class MicroBatchClock:

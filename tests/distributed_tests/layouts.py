@@ -9,19 +9,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from torchtitan_wlb.context_parallel.kernel_cost import analytic_kernel_cost
 from torchtitan_wlb.context_parallel.selection import KINDS, choose_plan
+from torchtitan_wlb.cost.devices import DEVICES
+from torchtitan_wlb.cost.kernel_cost import analytic_kernel_cost
+from torchtitan_wlb.cost.step_time import stages_of
 from torchtitan_wlb.data.micro_batch import pack_documents, padded_length
 from torchtitan_wlb.models.attention import SDPA
 from torchtitan_wlb.models.llama import ModelArgs, Transformer
-from torchtitan_wlb.packing.cost_model import DEVICES
 from torchtitan_wlb.parallelisms.distributed import clip_grad_norm, gather_step, read_steps
 from torchtitan_wlb.parallelisms.parallel_dims import ParallelDims, count_stages
 from torchtitan_wlb.parallelisms.parallelize_llama import build_stage
 from torchtitan_wlb.parallelisms.pipeline_llama import Pipeline, split_layers
 from torchtitan_wlb.parallelisms.varlen_stage import schedule_actions
 from torchtitan_wlb.profiling import MicroBatchClock
-from torchtitan_wlb.simulation.step_time import stages_of
 
 N_IDS = 259
 KERNEL_COST = analytic_kernel_cost(DEVICES["cpu"], 1.0, 1.0)

@@ -9,13 +9,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.distributed_tests.ranks import run_ranks
 from torchtitan_wlb.context_parallel.attention import context_parallel_attention
 from torchtitan_wlb.context_parallel.exchange import received_tokens
-from torchtitan_wlb.context_parallel.kernel_cost import analytic_kernel_cost
 from torchtitan_wlb.context_parallel.load_balancer import PlanLoadBalancer
 from torchtitan_wlb.context_parallel.selection import KINDS, choose_plan
 from torchtitan_wlb.context_parallel.shard_plan import whole
+from torchtitan_wlb.cost.devices import DEVICES
+from torchtitan_wlb.cost.kernel_cost import analytic_kernel_cost
 from torchtitan_wlb.data.micro_batch import attention_meta, padded_length
 from torchtitan_wlb.models.attention import SDPA
-from torchtitan_wlb.packing.cost_model import DEVICES
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 MICRO_BATCHES = [

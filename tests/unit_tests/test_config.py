@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_wlb.config import ConfigError, JobConfig, Training
+from torchtitan_wlb.config import JobConfig, Training
 from torchtitan_wlb.config_checks import settings_without_effect, validate
 from torchtitan_wlb.config_manager import load_config
+from torchtitan_wlb.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 DEBUG = ["--job.config_file", str(ROOT / "train_configs/debug_cpu.toml")]

@@ -5,16 +5,16 @@ import json
 import numpy as np
 import pytest
 
-from torchtitan_wlb.config import ConfigError
-from torchtitan_wlb.context_parallel.kernel_cost import analytic_kernel_cost
+from torchtitan_wlb.cost.devices import DEVICES
+from torchtitan_wlb.cost.kernel_cost import analytic_kernel_cost
+from torchtitan_wlb.cost.step_time import without_pipelining
 from torchtitan_wlb.data.documents import Documents, SourceSpec, apply_length_policy
 from torchtitan_wlb.data.micro_batch import IGNORE_INDEX, Layout, build_micro_batch
-from torchtitan_wlb.data.sampler import DocumentOrder, permute
 from torchtitan_wlb.data.sources import read_functions, synthetic_lengths
 from torchtitan_wlb.data.tokenizer import Tokenizer
-from torchtitan_wlb.packing.cost_model import DEVICES
+from torchtitan_wlb.errors import ConfigError
+from torchtitan_wlb.packing.document_order import DocumentOrder, permute
 from torchtitan_wlb.packing.spans import as_spans
-from torchtitan_wlb.simulation.step_time import without_pipelining
 
 BYTES = Tokenizer("bytes", add_bos=True, add_eos=True)
 

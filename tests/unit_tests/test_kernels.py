@@ -9,18 +9,18 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_wlb.config import ConfigError
-from torchtitan_wlb.context_parallel.kernel_cost import analytic_kernel_cost
 from torchtitan_wlb.context_parallel.selection import choose_plan
+from torchtitan_wlb.cost.devices import DEVICES
+from torchtitan_wlb.cost.kernel_cost import analytic_kernel_cost
+from torchtitan_wlb.cost.step_time import stages_of
 from torchtitan_wlb.data.micro_batch import padded_length
+from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.loss import chunked_cross_entropy
 from torchtitan_wlb.models import attention
 from torchtitan_wlb.models.attention import SDPA, select_kernel
 from torchtitan_wlb.models.llama import ModelArgs, RopeScaling, Transformer, llama_configs, rotary_table
-from torchtitan_wlb.packing.cost_model import DEVICES
 from torchtitan_wlb.parallelisms.pipeline_llama import split_layers
 from torchtitan_wlb.parallelisms.varlen_stage import schedule_actions
-from torchtitan_wlb.simulation.step_time import stages_of
 
 
 def dense_attention(q, k, v, segments):

@@ -9,18 +9,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_wlb.config import ConfigError, Packing, Training
+from torchtitan_wlb.config import Packing, Training
+from torchtitan_wlb.cost.cost_model import CostModel, imbalance
+from torchtitan_wlb.cost.devices import DEVICES
+from torchtitan_wlb.cost.profile import build_cost_model
+from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.models.llama import llama_configs
-from torchtitan_wlb.packing.cost_model import DEVICES, CostModel, imbalance
-from torchtitan_wlb.packing.packers import Plain, PlainWhole, WLBPaper, deal, spread
+from torchtitan_wlb.packing.baselines import Plain, PlainWhole
+from torchtitan_wlb.packing.greedy import deal, spread
 from torchtitan_wlb.packing.planner import StepPlanner, make_packer
-from torchtitan_wlb.packing.profile import build_cost_model
+from torchtitan_wlb.packing.quality import measure
 from torchtitan_wlb.packing.settings import PackingSettings, reconcile, resolve_settings
-from torchtitan_wlb.packing.simulate import measure
 from torchtitan_wlb.packing.solver import solve
 from torchtitan_wlb.packing.spans import as_spans, lengths
 from torchtitan_wlb.packing.tuning import tune
 from torchtitan_wlb.packing.wlb import _caps, _pour, _runs
+from torchtitan_wlb.packing.wlb_paper import WLBPaper
 
 COST = CostModel(pair_flops=0.05, token_cost=1.0, knots=(1,), rates=(1.0,))
 STRATEGIES = ["plain", "plain_whole", "fixed", "fixed_solver", "wlb_paper", "wlb"]

@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan_wlb.context_parallel.exchange import plan_exchange
-from torchtitan_wlb.context_parallel.kernel_cost import KernelCost, analytic_kernel_cost, measured_kernel_cost
 from torchtitan_wlb.context_parallel.load_balancer import PlanLoadBalancer
 from torchtitan_wlb.context_parallel.selection import KINDS, attention_seconds, build_plan, choose_plan, latency
 from torchtitan_wlb.context_parallel.shard_plan import per_document, per_sequence, whole
+from torchtitan_wlb.cost.devices import DEVICES
+from torchtitan_wlb.cost.kernel_cost import KernelCost, analytic_kernel_cost, measured_kernel_cost
 from torchtitan_wlb.data.micro_batch import attention_meta, padded_length
-from torchtitan_wlb.packing.cost_model import DEVICES
 
 FLAT = KernelCost(1.0, 1, (1.0,), (1.0,), ((1.0,),))
 H100 = analytic_kernel_cost(DEVICES["h100"], 4 * 128 * 32 * 3.5, 2 * 2 * 4096)

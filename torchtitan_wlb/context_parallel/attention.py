@@ -13,19 +13,20 @@ shard only: the exchange is then done again. (Keeping every rank's K and V would
 import torch
 import torch.distributed as dist
 
-from torchtitan_wlb.data.micro_batch import AttentionMeta, ExchangeMeta
-from torchtitan_wlb.models.attention import Kernel
+from torchtitan_wlb.context_parallel.exchange import Exchange, ShardMeta
+from torchtitan_wlb.models.attention import AttentionMeta, PackedAttention, zero_padding
+from torchtitan_wlb.models.kernels import Kernel
 
 
-def _start(kv: torch.Tensor, x: ExchangeMeta, group):
-    """Begin the exchange of kv [T/CP, 2, H, D]; (received [tokens, 2, H, D], work)."""
+def _start(kv: torch.Tensor, x: Exchange, group):
+    """Begin the exchange of kv [T/CP, 2, H, D]; (received [tokens, 2, H, D], what is sent, work)."""
     sent = kv.index_select(0, x.send_index)
     received = kv.new_empty(len(x.recv_position), *kv.shape[1:])
     work = dist.all_to_all_single(received, sent, x.recv_splits, x.send_splits, group=group, async_op=True)
     return received, sent, work
 
 
-def _assemble(kv: torch.Tensor, received: torch.Tensor, x: ExchangeMeta) -> torch.Tensor:
+def _assemble(kv: torch.Tensor, received: torch.Tensor, x: Exchange) -> torch.Tensor:
     """Remote keys and values [R, 2, H, D]."""
     remote = kv.new_empty(x.n_remote, *kv.shape[1:])
     remote[x.own_position] = kv[x.own_index]
@@ -33,16 +34,11 @@ def _assemble(kv: torch.Tensor, received: torch.Tensor, x: ExchangeMeta) -> torc
     return remote
 
 
-class _Attention(torch.autograd.Function):
+class _ExchangedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, meta: AttentionMeta, kernel: Kernel, group, recompute_kv: bool):
+    def forward(ctx, q, k, v, meta: ShardMeta, kernel: Kernel, group, recompute_kv: bool):
         ctx.meta, ctx.kernel, ctx.group = meta, kernel, group
         x = meta.exchange
-        if x is None:
-            out, lse = kernel.forward(q, k, v, meta.segments)
-            _zero_padding(out, meta)
-            ctx.save_for_backward(q, k, v, out, lse, None)
-            return out
         kv = torch.stack([k, v], dim=1)
         received, _sent, work = _start(kv, x, group)
         out, lse = kernel.forward(q, k, v, meta.segments)
@@ -51,7 +47,7 @@ class _Attention(torch.autograd.Function):
         o, l = kernel.forward(q, *remote.unbind(1), x.segments)
         for q0, q1, _, _ in x.segments:
             out[q0:q1], lse[:, q0:q1] = o[q0:q1], l[:, q0:q1]
-        _zero_padding(out, meta)
+        zero_padding(out, meta)
         ctx.save_for_backward(q, k, v, out, lse, None if recompute_kv else remote)
         return out
 
@@ -59,8 +55,6 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, d_out):
         q, k, v, out, lse, remote = ctx.saved_tensors
         meta, kernel, group, x = ctx.meta, ctx.kernel, ctx.group, ctx.meta.exchange
-        if x is None:
-            return *kernel.backward(d_out, q, k, v, out, lse, meta.segments), None, None, None, None
         again = None
         if remote is None:
             kv = torch.stack([k, v], dim=1)
@@ -79,32 +73,22 @@ class _Attention(torch.autograd.Function):
         return dq + gq, *g_local.unbind(1), None, None, None, None
 
 
-def _zero_padding(out: torch.Tensor, meta: AttentionMeta) -> None:
-    """The padding tail of a shard is its end."""
-    out[out.shape[0] - meta.n_padding :] = 0
-
-
-def context_parallel_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    meta: AttentionMeta,
-    kernel: Kernel,
-    group: dist.ProcessGroup | None,
-    recompute_kv: bool = False,
-) -> torch.Tensor:
-    """Causal attention inside documents over the shards of all context-parallel ranks.
+class ContextParallelAttention(PackedAttention):
+    """Causal attention inside documents whose tokens several ranks hold.
 
     Args:
-        q: [1, T/CP, Hq/TP, D]. k, v: [1, T/CP, Hkv/TP, D].
-        meta: segments and exchange of this rank.
-        kernel: see models/attention.py.
-        group: context-parallel ranks, None for one.
+        kernel: see models/kernels.py.
+        group: the context-parallel ranks.
         recompute_kv: exchange again in backward instead of keeping the remote keys.
-
-    Returns:
-        [1, T/CP, Hq/TP, D]; zero on padding.
     """
-    # squeeze: the backward of an index would fill a tensor of zeros and copy into it.
-    q, k, v = (x.squeeze(0) for x in (q, k, v))
-    return _Attention.apply(q, k, v, meta, kernel, group, recompute_kv)[None]
+
+    def __init__(self, kernel: Kernel, group: dist.ProcessGroup, recompute_kv: bool = False):
+        super().__init__(kernel)
+        self.group, self.recompute_kv = group, recompute_kv
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
+        """q [T/CP, Hq/TP, D], k, v [T/CP, Hkv/TP, D] -> [T/CP, Hq/TP, D]; meta is a ShardMeta."""
+        assert isinstance(meta, ShardMeta)
+        if meta.exchange is None:
+            return super().attend(q, k, v, meta)
+        return _ExchangedAttention.apply(q, k, v, meta, self.kernel, self.group, self.recompute_kv)

@@ -16,8 +16,8 @@ import heapq
 
 import numpy as np
 
-from torchtitan_wlb.context_parallel.kernel_cost import KernelCost
 from torchtitan_wlb.context_parallel.shard_plan import ShardPlan, assemble, pairs
+from torchtitan_wlb.cost.kernel_cost import KernelCost
 
 _GRAINS = (2.0, 1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05, 0.03, 0.0)
 _GOOD_ENOUGH = 0.002  # no finer cut is tried once its average rank alone would come so close to the best plan

@@ -1,21 +1,19 @@
 """Shard plans for code that uses torch's own context parallelism (torchtitan's way): one line more.
 
-    from torch.distributed.tensor.experimental._attention import _context_parallel_shard
+from torch.distributed.tensor.experimental._attention import _context_parallel_shard
 
-    plan = choose_plan(lengths, n_tokens, cp, "adaptive", kernel_cost)
-    tokens, positions = _context_parallel_shard(mesh, [tokens, positions], [1, 1], PlanLoadBalancer(plan, device))
-
-Private API, torch 2.13: `_LoadBalancer._generate_indices`.
+plan = choose_plan(lengths, n_tokens, cp, "adaptive", kernel_cost)
+tokens, positions = _context_parallel_shard(mesh, [tokens, positions], [1, 1], PlanLoadBalancer(plan, device))
 """
 
 import numpy as np
 import torch
-from torch.distributed.tensor.experimental._context_parallel._load_balancer import _LoadBalancer
 
 from torchtitan_wlb.context_parallel.shard_plan import ShardPlan
+from torchtitan_wlb.torch_private import LoadBalancer
 
 
-class PlanLoadBalancer(_LoadBalancer):
+class PlanLoadBalancer(LoadBalancer):
     """Rearranges a packed sequence so that cutting it into CP equal parts gives every rank the tokens of a shard plan.
 
     Args:

@@ -6,10 +6,10 @@ never feeds back into packing.
 
 import numpy as np
 
-from torchtitan_wlb.context_parallel.exchange import chunk_table, received_tokens
 from torchtitan_wlb.context_parallel.hybrid import hybrid, piece_cost
-from torchtitan_wlb.context_parallel.kernel_cost import KernelCost
 from torchtitan_wlb.context_parallel.shard_plan import ShardPlan, per_document, per_sequence, whole
+from torchtitan_wlb.context_parallel.traffic import chunk_table, received_tokens
+from torchtitan_wlb.cost.kernel_cost import KernelCost
 
 KINDS = ("per_sequence", "per_document", "hybrid")
 

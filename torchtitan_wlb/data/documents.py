@@ -23,10 +23,11 @@ from pathlib import Path
 import numpy as np
 from filelock import FileLock
 
-from torchtitan_wlb.config import ConfigError, Training
+from torchtitan_wlb.config import Training
 from torchtitan_wlb.data.sources import SOURCES, source_identity, synthetic_lengths
 from torchtitan_wlb.data.token_store import ArrowTokens, FlatTokens, SyntheticTokens
 from torchtitan_wlb.data.tokenizer import Tokenizer
+from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.logger import logger
 from torchtitan_wlb.packing.spans import ID, START, STOP
 
@@ -237,26 +238,16 @@ class Documents:
     ):
         self._specs, self.weights = specs, weights
         self._paths = [prepare(spec, tokenizer, cache, num_proc) for spec in specs]
-        self._open()
+        self._tables = [np.load(table, mmap_mode="r") for _, table in self._paths]
+        self._stores = [_open_store(spec, folder) for spec, (folder, _) in zip(self._specs, self._paths)]
+        self.sizes = [t.shape[1] for t in self._tables]
+        self._first = np.cumsum([0, *self.sizes])
         for spec, counts in zip(specs, self.counts()):
             if counts.get("largest_id", 0) >= tokenizer.n_ids or counts.get("smallest_id", 0) < 0:
                 raise ConfigError(
                     f"--training.dataset {spec.name} {spec.path} has ids {counts['smallest_id']} to "
                     f"{counts['largest_id']}, --model.tokenizer has 0 to {tokenizer.n_ids - 1}"
                 )
-
-    def _open(self) -> None:
-        self._tables = [np.load(table, mmap_mode="r") for _, table in self._paths]
-        self._stores = [_open_store(spec, folder) for spec, (folder, _) in zip(self._specs, self._paths)]
-        self.sizes = [t.shape[1] for t in self._tables]
-        self._first = np.cumsum([0, *self.sizes])
-
-    def __getstate__(self):  # a loader worker opens its own memory maps
-        return {k: v for k, v in self.__dict__.items() if k not in ("_tables", "_stores", "fingerprint")}
-
-    def __setstate__(self, state):
-        self.__dict__.update(state)
-        self._open()
 
     def __len__(self) -> int:
         return int(self._first[-1])

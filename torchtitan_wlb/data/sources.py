@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from torchtitan_wlb.config import ConfigError
+from torchtitan_wlb.errors import ConfigError
 
 
 @dataclass(frozen=True)

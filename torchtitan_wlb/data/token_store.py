@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from torchtitan_wlb.config import ConfigError
+from torchtitan_wlb.errors import ConfigError
 
 
 class ArrowTokens:

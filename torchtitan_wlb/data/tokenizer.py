@@ -7,7 +7,7 @@ of ids rounded up to a multiple of 128, whatever the layout, so that checkpoints
 import hashlib
 from pathlib import Path
 
-from torchtitan_wlb.config import ConfigError
+from torchtitan_wlb.errors import ConfigError
 
 VOCAB_MULTIPLE = 128
 

@@ -1,8 +1,8 @@
 """Llama: RMSNorm, SwiGLU, grouped-query attention, rotary positions. One family, sizes in a dict.
 
 Letters: T tokens of a micro-batch, CP and TP the degrees, V vocabulary. A stage of a pipeline is a Transformer with
-some layers left out. Between blocks activations are [1, T/CP/TP, dim] with sequence parallelism ([1, T/CP, dim] for TP
-= 1).
+some layers left out. Between blocks activations are [1, T/CP, dim], with tensor (and sequence) parallelism
+[1, T/CP/TP, dim]. Nothing here knows how it is made parallel: parallelisms/parallelize_llama.py replaces modules.
 """
 
 import math
@@ -11,15 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from torchtitan_wlb.context_parallel.attention import context_parallel_attention
-from torchtitan_wlb.data.micro_batch import AttentionMeta
+from torchtitan_wlb.cost.model_shape import ModelShape
 from torchtitan_wlb.loss import chunked_cross_entropy
-from torchtitan_wlb.models.attention import SDPA, Kernel
+from torchtitan_wlb.models.attention import AttentionMeta, PackedAttention
+from torchtitan_wlb.models.kernels import SDPA, Kernel
 from torchtitan_wlb.models.norm import RMSNorm
 
 
@@ -34,47 +33,12 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
-class ModelArgs:
-    """Shape of a model. vocab_size is the tokenizer's where the flavor leaves it at -1."""
+class ModelArgs(ModelShape):
+    """A model: its sizes, and what its arithmetic needs to know beside them."""
 
-    dim: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    ffn_dim: int
-    vocab_size: int = -1
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
-
-    @property
-    def head_dim(self) -> int:
-        return self.dim // self.n_heads
-
-    @property
-    def layer_flops_per_token(self) -> float:
-        """Forward FLOPs of one token in the matrix products of one layer."""
-        kv_dim = self.n_kv_heads * self.head_dim
-        return 2 * (2 * self.dim * self.dim + 2 * self.dim * kv_dim + 3 * self.dim * self.ffn_dim)
-
-    def head_flops_per_token(self, vocab_size: int) -> float:
-        return 2 * self.dim * vocab_size
-
-    def embedding_cost(self) -> float:
-        """The embedding's share in balancing stages, as FLOPs of one token: it reads and writes a row forward and
-        backward, about 8 bytes a value, at some 40 FLOPs a byte."""
-        return 8 * 40 * self.dim
-
-    @property
-    def layer_flops_per_pair(self) -> float:
-        """Forward FLOPs of one attended (query, key) pair in one layer: scores and weighted values."""
-        return 4 * self.dim
-
-    def linear_flops_per_token(self, vocab_size: int) -> float:
-        return self.n_layers * self.layer_flops_per_token + self.head_flops_per_token(vocab_size)
-
-    def attention_flops_per_pair(self) -> float:
-        return self.n_layers * self.layer_flops_per_pair
 
 
 _LLAMA3: dict[str, Any] = {"rope_theta": 500_000.0, "rope_scaling": RopeScaling()}
@@ -87,7 +51,6 @@ llama_configs = {
     "debugmodel_longer": ModelArgs(dim=256, n_layers=4, n_heads=16, n_kv_heads=4, ffn_dim=256),
     "debugmodel_small": ModelArgs(dim=64, n_layers=4, n_heads=4, n_kv_heads=1, ffn_dim=64),
     "debugmodel_deep": ModelArgs(dim=64, n_layers=8, n_heads=4, n_kv_heads=1, ffn_dim=192),
-    "debugmodel_8m": ModelArgs(dim=256, n_layers=8, n_heads=8, n_kv_heads=4, ffn_dim=768),
     "550M": ModelArgs(dim=1536, n_layers=16, n_heads=12, n_kv_heads=12, ffn_dim=4096),
     "7B": ModelArgs(dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, ffn_dim=11008),
     "30B": ModelArgs(dim=7168, n_layers=48, n_heads=56, n_kv_heads=56, ffn_dim=19456),
@@ -122,30 +85,23 @@ def apply_rotary(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention. `kernel`, `cp_group` and `recompute_kv` are set when the model is parallelised."""
+    """Grouped-query attention."""
 
-    def __init__(self, args: ModelArgs):
+    def __init__(self, args: ModelArgs, kernel: Kernel):
         super().__init__()
         self.head_dim = args.head_dim
         self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=False)
-        self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
-        self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
+        self.wk = nn.Linear(args.dim, args.kv_dim, bias=False)
+        self.wv = nn.Linear(args.dim, args.kv_dim, bias=False)
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
-        self.kernel: Kernel = SDPA
-        self.cp_group: dist.ProcessGroup | None = None
-        self.recompute_kv = False
+        self.inner_attention: nn.Module = PackedAttention(kernel)
 
     def forward(self, x: torch.Tensor, rope: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
-        """x [1, T/CP, dim] -> [1, T/CP, dim]; the heads inside are local (H/TP)."""
+        """x [1, T/CP, dim] -> [1, T/CP, dim] (over T/CP/TP tokens with tensor parallelism); heads inside are local
+        (H/TP)."""
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
-        q, k = apply_rotary(q, rope), apply_rotary(k, rope)
-        out = self.attend(q, k, v, meta)
+        out = self.inner_attention(apply_rotary(q, rope), apply_rotary(k, rope), v, meta)
         return self.wo(out.flatten(-2))
-
-    @torch.compiler.disable
-    def attend(self, q, k, v, meta: AttentionMeta) -> torch.Tensor:
-        """Outside compiled regions: document lengths are plain ints here and would recompile for every micro-batch."""
-        return context_parallel_attention(q, k, v, meta, self.kernel, self.cp_group, self.recompute_kv)
 
 
 class FeedForward(nn.Module):
@@ -160,40 +116,33 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    def __init__(self, args: ModelArgs):
+    def __init__(self, args: ModelArgs, kernel: Kernel = SDPA):
         super().__init__()
         self.attention_norm = RMSNorm(args.dim, args.norm_eps)
-        self.attention = SelfAttention(args)
+        self.attention = SelfAttention(args, kernel)
         self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
         self.feed_forward = FeedForward(args)
-        # Of the tokens of all tensor-parallel ranks, before column-wise products; row-wise ones scatter their sum.
-        self.gather: nn.Module = nn.Identity()
 
     def forward(self, x: torch.Tensor, rope: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
-        x = x + self.attention(self.gather(self.attention_norm(x)), rope=rope, meta=meta)
-        return x + self.feed_forward(self.gather(self.ffn_norm(x)))
+        x = x + self.attention(self.attention_norm(x), rope=rope, meta=meta)
+        return x + self.feed_forward(self.ffn_norm(x))
 
 
 class LossHead(nn.Module):
-    """Output projection and cross-entropy in one module, so that FSDP and TP own the weight and logits stay chunked."""
+    """Output projection and cross-entropy in one module, so that FSDP and TP own the weight and logits stay chunked.
+
+    Args:
+        n_ids: ids in use; the rows above pad the vocabulary. chunk: tokens whose logits exist at once.
+    """
 
     def __init__(self, dim: int, vocab_size: int, n_ids: int, chunk: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, dim))
         self.n_ids, self.chunk = n_ids, chunk
-        # Set when the model is made tensor parallel: a rank has a part of the vocabulary and needs all tokens for it.
-        self.gather: nn.Module = nn.Identity()
-        self.tp_group: dist.ProcessGroup | None = None
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """x [1, T/CP(/TP), dim], labels [1, T/CP] -> loss summed over valid labels."""
-        x = self.gather(x)
-        weight: torch.Tensor = self.weight
-        if isinstance(weight, DTensor):
-            weight = weight.to_local()
-        return chunked_cross_entropy(
-            x.squeeze(0), weight, labels[0], chunk=self.chunk, n_ids=self.n_ids, group=self.tp_group
-        )
+        """x [1, T/CP, dim], labels [1, T/CP] -> loss summed over valid labels."""
+        return chunked_cross_entropy(x.squeeze(0), self.weight, labels[0], chunk=self.chunk, n_ids=self.n_ids)
 
 
 class Transformer(nn.Module):
@@ -205,6 +154,7 @@ class Transformer(nn.Module):
         max_position: longest document.
         loss_chunk: tokens whose logits exist at once.
         layers: layers of this stage; first and last layer bring the embedding and the head.
+        kernel: of the attention, see kernels.py.
     """
 
     def __init__(
@@ -215,12 +165,13 @@ class Transformer(nn.Module):
         max_position: int,
         loss_chunk: int = 1024,
         layers: range | None = None,
+        kernel: Kernel = SDPA,
     ):
         super().__init__()
         layers = range(args.n_layers) if layers is None else layers
         self.args, self.max_position = args, max_position
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim) if 0 in layers else None
-        self.layers = nn.ModuleDict({str(i): TransformerBlock(args) for i in layers})
+        self.layers = nn.ModuleDict({str(i): TransformerBlock(args, kernel) for i in layers})
         is_last = args.n_layers - 1 in layers
         self.norm = RMSNorm(args.dim, args.norm_eps) if is_last else None
         self.output = LossHead(args.dim, args.vocab_size, n_ids, loss_chunk) if is_last else None

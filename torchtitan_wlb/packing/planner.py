@@ -12,12 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_wlb.data.sampler import DocumentOrder
-from torchtitan_wlb.packing.cost_model import imbalance
-from torchtitan_wlb.packing.packers import Arrivals, Fixed, Packer, Plain, PlainWhole, WLBPaper, spread
+from torchtitan_wlb.cost.cost_model import imbalance
+from torchtitan_wlb.packing.baselines import Fixed, Plain, PlainWhole
+from torchtitan_wlb.packing.document_order import DocumentOrder
+from torchtitan_wlb.packing.greedy import spread
+from torchtitan_wlb.packing.packer import Arrivals, Packer
 from torchtitan_wlb.packing.settings import PackingSettings
 from torchtitan_wlb.packing.spans import ARRIVAL, ID, START, STOP, lengths
 from torchtitan_wlb.packing.wlb import WLB
+from torchtitan_wlb.packing.wlb_paper import WLBPaper
 
 
 @dataclass

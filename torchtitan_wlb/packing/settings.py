@@ -6,9 +6,10 @@ import json
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from torchtitan_wlb.config import ConfigError, Packing, Training
 from torchtitan_wlb.config import CostModel as CostModelConfig
-from torchtitan_wlb.packing.cost_model import CostModel
+from torchtitan_wlb.config import Packing, Training
+from torchtitan_wlb.cost.cost_model import CostModel
+from torchtitan_wlb.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -85,12 +86,12 @@ _FLAGS = {
 
 
 def resolve_settings(
-    training: Training, packing: Packing, *, seed: int, dp: int, pp: int, cost: CostModel, documents: str
+    training: Training, packing: Packing, *, n: int, pp: int, seed: int, cost: CostModel, documents: str
 ) -> PackingSettings:
     """Settings of a fresh run. What is "auto" stays open: thresholds () and delay_price 0, for tuning.tune.
 
     Args:
-        dp, pp: of the layout, for the default number of micro-batches (dp x pp) and of those in flight (pp).
+        n: micro-batches a step. pp: pipeline degree, as many micro-batches share packing.max_tokens_in_flight.
         cost: workload model to freeze.
         documents: fingerprint of all document lengths.
     """
@@ -98,7 +99,7 @@ def resolve_settings(
     budget = packing.max_tokens_in_flight
     return PackingSettings(
         strategy=packing.strategy,
-        n=dp * pp if training.global_batch_size == -1 else training.global_batch_size,
+        n=n,
         seq_len=training.seq_len,
         seq_len_multiple=multiple,
         s_max=int(packing.max_len_factor * training.seq_len) // multiple * multiple,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchtitan_wlb.packing.packers import spread
+from torchtitan_wlb.packing.greedy import spread
 
 
 @dataclass(frozen=True)

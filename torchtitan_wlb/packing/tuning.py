@@ -9,8 +9,8 @@ from dataclasses import replace
 from itertools import product
 
 from torchtitan_wlb.packing.planner import StepPlanner
+from torchtitan_wlb.packing.quality import Quality, measure
 from torchtitan_wlb.packing.settings import PackingSettings
-from torchtitan_wlb.packing.simulate import Quality, measure
 
 _STEPS, _WARMUP, _MICRO_BATCHES = 200, 40, 16
 

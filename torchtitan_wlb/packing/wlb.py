@@ -19,8 +19,9 @@ work, that ending one step of waiting of one token is worth. All runs are evalua
 
 import numpy as np
 
-from torchtitan_wlb.packing.cost_model import CostModel
-from torchtitan_wlb.packing.packers import Arrivals, Packed, spread
+from torchtitan_wlb.cost.cost_model import CostModel
+from torchtitan_wlb.packing.greedy import spread
+from torchtitan_wlb.packing.packer import Arrivals, Packed
 from torchtitan_wlb.packing.spans import ARRIVAL, NONE, as_spans, group, lengths, longest_first
 
 _LONG = 1 / 3  # of an average micro-batch's work: longer documents go through the pool

@@ -7,22 +7,30 @@ one rank: one code path for precision, gradient reduction and checkpoints.
 """
 
 import torch
-import torch.distributed as dist
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from torchtitan_wlb.models.attention import Kernel
+from torchtitan_wlb.context_parallel.attention import ContextParallelAttention
+from torchtitan_wlb.models.kernels import Kernel
 from torchtitan_wlb.models.llama import ModelArgs, Transformer
 from torchtitan_wlb.parallelisms.parallel_dims import ParallelDims
-from torchtitan_wlb.parallelisms.tensor_parallel import apply_tp
+from torchtitan_wlb.parallelisms.tensor_parallel import (
+    ColwiseTokens,
+    GatherTokens,
+    HeadTokens,
+    RowwiseTokens,
+    TokenNorm,
+    VocabEmbedding,
+    VocabHead,
+)
+from torchtitan_wlb.torch_private import checkpoint_wrapper, functorch_config
 
 
 def parallelize_llama(
     model: Transformer,
-    mesh: DeviceMesh,
-    dims: ParallelDims,
-    cp_group: dist.ProcessGroup | None,
+    world_mesh: DeviceMesh,
+    parallel_dims: ParallelDims,
     *,
     kernel: Kernel,
     param_dtype: torch.dtype,
@@ -32,37 +40,38 @@ def parallelize_llama(
     compile: bool = False,
     recompute_kv: bool = False,
     reshard_after_forward: bool = True,
+    cpu_offload: bool = False,
 ) -> None:
     """Apply all parallelisms to a stage on the meta device, in place.
 
     Args:
-        mesh, cp_group: as built by ParallelDims.build_mesh and build_cp_group.
-        kernel: attention kernel (models/attention.py).
+        world_mesh: as built by ParallelDims.build_mesh.
+        kernel: attention kernel (models/kernels.py).
         param_dtype, reduce_dtype: of parameters and activations, and of the gradient reduction.
         ac_mode: none, selective (every ac_every-th block) or full.
         recompute_kv: exchange K/V again in backward instead of keeping what was received.
         reshard_after_forward: free gathered parameters between forward and backward.
+        cpu_offload: keep parameters, gradients and optimizer state in host memory.
     """
-    if dims.tp > 1:
-        apply_tp(model, mesh["tp"])
-    for block in model.layers.values():
-        block.attention.kernel = kernel
-        block.attention.cp_group = cp_group
-        block.attention.recompute_kv = recompute_kv
+    if parallel_dims.tp > 1:
+        apply_tp(model, world_mesh["tp"])
+    if parallel_dims.cp > 1:
+        apply_cp(model, world_mesh["cp"], kernel, recompute_kv)
     if ac_mode != "none":
         apply_ac(model, 1 if ac_mode == "full" else ac_every)
     if compile:
         apply_compile(model)
-    apply_fsdp(model, dims.fsdp_mesh(mesh), param_dtype, reduce_dtype, reshard_after_forward)
+    fsdp_mesh = parallel_dims.fsdp_mesh(world_mesh)
+    apply_fsdp(model, fsdp_mesh, param_dtype, reduce_dtype, reshard_after_forward, cpu_offload)
 
 
 def build_stage(
     args: ModelArgs,
     layers: range,
-    mesh: DeviceMesh,
-    dims: ParallelDims,
-    cp_group: dist.ProcessGroup | None,
+    world_mesh: DeviceMesh,
+    parallel_dims: ParallelDims,
     *,
+    kernel: Kernel,
     n_ids: int,
     max_position: int,
     loss_chunk: int,
@@ -73,17 +82,56 @@ def build_stage(
     """Some layers of the model: made on the meta device, parallel, then filled in place.
 
     Args:
-        args, layers, n_ids, max_position, loss_chunk: see Transformer.
-        mesh, dims, cp_group, how: see parallelize_llama.
+        args, layers, kernel, n_ids, max_position, loss_chunk: see Transformer.
+        world_mesh, parallel_dims, how: see parallelize_llama.
         seed: of the initial weights, which are the same in every layout.
-        device: where the weights live.
+        device: where the model computes (its weights live on the host with cpu_offload).
     """
+    sizes = {"n_ids": n_ids, "max_position": max_position, "loss_chunk": loss_chunk}
     with torch.device("meta"):
-        model = Transformer(args, n_ids=n_ids, max_position=max_position, loss_chunk=loss_chunk, layers=layers)
-    parallelize_llama(model, mesh, dims, cp_group, **how)
-    model.to_empty(device=device)
-    model.init_weights(seed, device)
+        model = Transformer(args, layers=layers, kernel=kernel, **sizes)
+    parallelize_llama(model, world_mesh, parallel_dims, kernel=kernel, **how)
+    home = torch.device("cpu") if how.get("cpu_offload") else device
+    model.to_empty(device=home)
+    model.init_weights(seed, home)
+    for name, buffer in list(model.named_buffers()):  # the rotary table is no parameter: it stays where it is used
+        model.register_buffer(name, buffer.to(device), persistent=False)
     return model
+
+
+def apply_tp(model: Transformer, tp_mesh: DeviceMesh) -> None:
+    """Heads, ffn_dim and vocabulary must divide by TP; K/V heads too, or TP by their number."""
+    outside: dict[str, ParallelStyle] = {
+        "tok_embeddings": VocabEmbedding(),
+        "norm": TokenNorm(),
+        "output": VocabHead(),
+    }
+    present = {name: style for name, style in outside.items() if getattr(model, name) is not None}
+    parallelize_module(model, tp_mesh, present)
+
+    divides = model.args.n_kv_heads % tp_mesh.size() == 0
+    kv_projection = ColwiseTokens() if divides else HeadTokens(model.args.head_dim)
+    layer_plan: dict[str, ParallelStyle] = {
+        "attention_norm": TokenNorm(),
+        "attention": GatherTokens(),
+        "attention.wq": ColwiseTokens(),
+        "attention.wk": kv_projection,
+        "attention.wv": kv_projection,
+        "attention.wo": RowwiseTokens(),
+        "ffn_norm": TokenNorm(),
+        "feed_forward": GatherTokens(),
+        "feed_forward.w1": ColwiseTokens(),
+        "feed_forward.w2": RowwiseTokens(),
+        "feed_forward.w3": ColwiseTokens(),
+    }
+    for block in model.layers.values():
+        parallelize_module(block, tp_mesh, layer_plan)
+
+
+def apply_cp(model: Transformer, cp_mesh: DeviceMesh, kernel: Kernel, recompute_kv: bool) -> None:
+    """Attention over the tokens of all context-parallel ranks; nothing else in a block looks at other tokens."""
+    for block in model.layers.values():
+        block.attention.inner_attention = ContextParallelAttention(kernel, cp_mesh.get_group(), recompute_kv)
 
 
 def apply_ac(model: Transformer, every: int) -> None:
@@ -94,26 +142,33 @@ def apply_ac(model: Transformer, every: int) -> None:
 
 
 def apply_compile(model: Transformer) -> None:
-    """Compile every block once for all sequence lengths; attention breaks the graph (see SelfAttention.attend)."""
+    """Compile every block once for all sequence lengths; attention breaks the graph (PackedAttention.forward)."""
     # Schedules that split the backward run a graph's backward twice, once for the inputs and once for the weights.
-    torch._functorch.config.donated_buffer = False
+    functorch_config.donated_buffer = False
     for block in model.layers.values():
         block.compile(dynamic=True)
 
 
 def apply_fsdp(
-    model: Transformer, mesh: DeviceMesh, param_dtype: torch.dtype, reduce_dtype: torch.dtype, reshard: bool
+    model: Transformer,
+    mesh: DeviceMesh,
+    param_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    reshard_after_forward: bool,
+    cpu_offload: bool = False,
 ) -> None:
     """Shard every block, the head and what is left; gradients are *summed* over ranks, since the loss is already
     divided by the valid tokens of the whole step."""
     # Inputs keep their types: activations have the parameters' already, and the rotary table stays fp32.
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+    how = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
     for block in model.layers.values():
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(block, **how, reshard_after_forward=reshard_after_forward)
     if model.output is not None:
         # Needed again at once in backward: never resharded in between.
-        fully_shard(model.output, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(model.output, **how, reshard_after_forward=False)
+    fully_shard(model, **how, reshard_after_forward=reshard_after_forward)
     for module in model.modules():
         if hasattr(module, "set_gradient_divide_factor"):
             # gloo has no pre-multiplied sum, so the factor of 1 needs the plain sum.

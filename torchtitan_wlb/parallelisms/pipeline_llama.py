@@ -14,13 +14,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan_wlb.cost.cost_model import CostModel
+from torchtitan_wlb.cost.devices import Device
+from torchtitan_wlb.cost.step_time import Action, StageCosts, StepModel, stages_of
 from torchtitan_wlb.data.micro_batch import MicroBatch
 from torchtitan_wlb.models.llama import ModelArgs
-from torchtitan_wlb.packing.cost_model import CostModel, Device
-from torchtitan_wlb.parallelisms.parallel_dims import count_stages
-from torchtitan_wlb.parallelisms.varlen_stage import VarlenSchedule, VarlenStage, schedule_actions
+from torchtitan_wlb.parallelisms.schedules import count_stages, schedule_actions
+from torchtitan_wlb.parallelisms.varlen_stage import VarlenSchedule, VarlenStage
 from torchtitan_wlb.profiling import MicroBatchClock
-from torchtitan_wlb.simulation.step_time import Action, StageCosts, StepModel, stages_of
 
 
 def split_layers(
@@ -51,7 +52,7 @@ class PipelinePlan:
 
     Attributes:
         stages: layers of every stage.
-        actions: of every pipeline rank, see varlen_stage.schedule_actions.
+        actions: of every pipeline rank, see schedules.schedule_actions.
         step_model: their time model.
     """
 
@@ -87,7 +88,7 @@ def plan_pipeline(
     head = cost.token_cost * cost.head_share
     layer = (cost.token_cost - head) / args.n_layers
     attention = float(cost.attention(np.array([seq_len]))[0]) / seq_len / args.n_layers
-    embedding = cost.token_cost * args.embedding_cost() / args.linear_flops_per_token(args.vocab_size)
+    embedding = cost.token_cost * args.embedding_flops_per_token / args.flops_per_token
     stages = split_layers(args.n_layers, n_stages, layer + attention, head, embedding)
     linear = [len(r) * layer + (head if r.stop == args.n_layers else 0.0) for r in stages]
     costs = StageCosts(
@@ -104,31 +105,31 @@ class Pipeline:
     """Forward and backward of all micro-batches of a step, with or without pipelining.
 
     Args:
-        models: this rank's parallelised stages in order (one, the whole model, without pipelining).
-        actions: the schedule, see varlen_stage.schedule_actions; not used without pipelining.
-        mesh: the device mesh; its `pp` dimension is used.
+        model_parts: this rank's parallelised stages in order (one, the whole model, without pipelining).
+        actions: the schedule, see schedules.schedule_actions; not used without pipelining.
+        world_mesh: the device mesh; its `pp` dimension is used.
         device, dtype, dim, tp: of the activations between stages.
         clock: told when the parts of micro-batches begin and end.
     """
 
     def __init__(
         self,
-        models: Sequence[nn.Module],
+        model_parts: Sequence[nn.Module],
         *,
         actions: list[list[Action]],
-        mesh: DeviceMesh,
+        world_mesh: DeviceMesh,
         device: torch.device,
         dtype: torch.dtype,
         dim: int,
         tp: int,
         clock: MicroBatchClock,
     ):
-        self.models, self._tp, self._clock = models, tp, clock
+        self.model_parts, self._tp, self._clock = model_parts, tp, clock
         self._schedule = None
-        if mesh["pp"].size() > 1:
-            group, mine = mesh["pp"].get_group(), stages_of(actions[mesh["pp"].get_local_rank()])
+        if world_mesh["pp"].size() > 1:
+            group, mine = world_mesh["pp"].get_group(), stages_of(actions[world_mesh["pp"].get_local_rank()])
             n_stages = sum(len(stages_of(each)) for each in actions)
-            stages = [VarlenStage(m, i, n_stages, device, dtype, dim, group, clock) for m, i in zip(models, mine)]
+            stages = [VarlenStage(m, i, n_stages, device, dtype, dim, group, clock) for m, i in zip(model_parts, mine)]
             self._schedule = VarlenSchedule(stages, actions)
 
     def forward_backward(self, micro_batches: list[MicroBatch], loss_scale: float) -> torch.Tensor:
@@ -160,7 +161,7 @@ class Pipeline:
         return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=device)
 
     def _accumulate(self, micro_batches: list[MicroBatch], loss_scale: float) -> torch.Tensor:
-        (model,) = self.models
+        (model,) = self.model_parts
         total = torch.zeros((), device=micro_batches[0].tokens.device)
         for i, mb in enumerate(micro_batches):
             is_last = i == len(micro_batches) - 1
@@ -177,20 +178,22 @@ class Pipeline:
     def evaluate(self, micro_batches: list[MicroBatch], loss_scale: float) -> torch.Tensor:
         """This rank's share of the mean loss, forward only."""
         self._clock.begin_step(["validation"] * len(micro_batches))
-        with _evaluation(self.models):
+        with _evaluation(self.model_parts):
             if self._schedule is None:
-                return torch.stack([self.models[0](mb.tokens, **_kwargs(mb, loss_scale)) for mb in micro_batches]).sum()
+                return torch.stack(
+                    [self.model_parts[0](mb.tokens, **_kwargs(mb, loss_scale)) for mb in micro_batches]
+                ).sum()
             return self._run(micro_batches, loss_scale, backward=False)
 
 
 @contextlib.contextmanager
-def _evaluation(models: Sequence[nn.Module]):
-    for m in models:
+def _evaluation(model_parts: Sequence[nn.Module]):
+    for m in model_parts:
         m.eval()
     try:
         yield
     finally:
-        for m in models:
+        for m in model_parts:
             m.train()
 
 

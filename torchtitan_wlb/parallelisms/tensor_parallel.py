@@ -1,33 +1,39 @@
-"""Megatron-style tensor parallelism with sequence parallelism: parameters are DTensors, activations plain tensors.
+"""Tensor parallelism with sequence parallelism as styles for torch's parallelize_module; the plan is `apply_tp` in
+parallelize_llama.py.
 
     x [1, T/CP/TP, dim] ── norm ── gather ──► [1, T/CP, dim] ── column products ── heads or features of this rank
                                                                                           │
     x [1, T/CP/TP, dim] ◄──────────────────────── sum over ranks, scatter ◄── row product ┘
 
-Between blocks every rank holds its T/CP/TP tokens. Activations are not DTensors because every new length would then
-cost a sharding propagation in each operator, and because compiled regions would see two lengths, the local and the
-whole one, for every tensor. What is not sharded (norms) sees only the rank's tokens, so its gradient is a partial sum;
-FSDP2 brings gradients to the placement of their parameter.
+Parameters are DTensors, activations plain tensors. torch's own styles make DTensors of activations: compiled with
+dynamic lengths they end in a RecursionError in inductor (2.13, tests/distributed_tests/test_native_tp.py), and eager
+they propagate shardings anew for every length, half of the step's time again.
+
+A style swaps the class of a module for one below that computes this rank's part. What is not sharded (norms) sees only
+the rank's tokens, so its gradient is a partial sum; FSDP2 brings gradients to the placement of their parameter.
 """
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
 
-from torchtitan_wlb.models.llama import Transformer
+from torchtitan_wlb.loss import chunked_cross_entropy
+from torchtitan_wlb.models.llama import LossHead
 from torchtitan_wlb.models.norm import RMSNorm, rms_norm
-
-_ops = torch.ops._c10d_functional
+from torchtitan_wlb.torch_private import all_gather, reduce_scatter, wait_tensor
 
 
 def _gather(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
-    return _ops.wait_tensor(_ops.all_gather_into_tensor(x[0].contiguous(), ranks, group))[None]
+    return wait_tensor(all_gather(x[0].contiguous(), ranks, group))[None]
 
 
 def _scatter(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
-    return _ops.wait_tensor(_ops.reduce_scatter_tensor(x[0].contiguous(), "sum", ranks, group))[None]
+    return wait_tensor(reduce_scatter(x[0].contiguous(), "sum", ranks, group))[None]
 
 
 class _Exchange(torch.autograd.Function):
@@ -44,107 +50,139 @@ class _Exchange(torch.autograd.Function):
         return back(grad, ctx.ranks, ctx.group), None, None, None
 
 
-class _Sharded(nn.Module):
-    """A weight as a DTensor over the tensor-parallel ranks."""
-
-    def __init__(self, weight: nn.Parameter, mesh: DeviceMesh, placement: Placement):
-        super().__init__()
-        self.weight = nn.Parameter(distribute_tensor(weight, mesh, [placement]))
-        self.rank, self.ranks = mesh.get_local_rank(), mesh.size()
-        self.group = mesh.get_group().group_name
-
-    def local(self, gradient: Placement | None = None) -> torch.Tensor:
-        """This rank's part of the weight; its gradient is a part of the same kind, or as said."""
-        assert isinstance(self.weight, DTensor)
-        return self.weight.to_local(grad_placements=None if gradient is None else [gradient])
-
-
-class GatherTokens(nn.Module):
-    """[1, T/CP/TP, dim] -> [1, T/CP, dim]; backward sums over the ranks, each of which used the tokens for its part."""
+class _Tokens:
+    """Moves tokens [1, T/CP(/TP), ...] between the ranks of a mesh."""
 
     def __init__(self, mesh: DeviceMesh):
-        super().__init__()
-        self.ranks, self.group = mesh.size(), mesh.get_group().group_name
+        self.rank, self.ranks, self.group = mesh.get_local_rank(), mesh.size(), mesh.get_group().group_name
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[1, T/CP/TP, ...] -> [1, T/CP, ...]; backward sums over the ranks, each of which used them for its part."""
         return _Exchange.apply(x, True, self.ranks, self.group)
 
+    def sum_and_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """[1, T/CP, ...] -> [1, T/CP/TP, ...]"""
+        return _Exchange.apply(x, False, self.ranks, self.group)
 
-class ColumnLinear(_Sharded):
-    """[1, T/CP, in] -> [1, T/CP, out/TP]."""
 
-    def __init__(self, linear: nn.Linear, mesh: DeviceMesh):
-        super().__init__(linear.weight, mesh, Shard(0))
+def _local(weight: torch.Tensor, gradient: Placement | None = None) -> torch.Tensor:
+    """This rank's part of a weight; its gradient is a part of the same kind, or as said."""
+    assert isinstance(weight, DTensor)
+    return weight.to_local(grad_placements=None if gradient is None else [gradient])
+
+
+class _ColumnLinear(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, _local(self.weight))
+
+
+class _RowLinear(nn.Linear):
+    tokens: _Tokens
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.local())
+        return self.tokens.sum_and_scatter(F.linear(x, _local(self.weight)))
 
 
-class RowLinear(_Sharded):
-    """[1, T/CP, in/TP] -> [1, T/CP/TP, out]."""
-
-    def __init__(self, linear: nn.Linear, mesh: DeviceMesh):
-        super().__init__(linear.weight, mesh, Shard(1))
+class _HeadLinear(nn.Linear):
+    rows: slice
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Exchange.apply(F.linear(x, self.local()), False, self.ranks, self.group)
+        return F.linear(x, _local(self.weight, Partial())[self.rows])
 
 
-class KVHeadLinear(_Sharded):
+class _TokenNorm(RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, _local(self.weight, Partial()), self.eps)
+
+
+class _VocabEmbedding(nn.Embedding):
+    tokens: _Tokens
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        weight = _local(self.weight)
+        ids = ids - self.tokens.rank * len(weight)
+        mine = (ids >= 0) & (ids < len(weight))
+        rows = F.embedding(torch.where(mine, ids, 0), weight) * mine[..., None]
+        return self.tokens.sum_and_scatter(rows)
+
+
+class _VocabHead(LossHead):
+    tokens: _Tokens
+    ranks: Any
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.tokens.gather(x).squeeze(0)
+        weight = _local(self.weight)
+        return chunked_cross_entropy(x, weight, labels[0], chunk=self.chunk, n_ids=self.n_ids, group=self.ranks)
+
+
+class _Style(ParallelStyle):
+    """Makes the weight of a module a DTensor and gives it another class."""
+
+    becomes: type[nn.Module]
+    placement: Placement = Replicate()
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.weight = nn.Parameter(distribute_tensor(module.weight, device_mesh, [self.placement]))
+        module.__class__ = self.becomes
+        module.tokens = _Tokens(device_mesh)
+        return module
+
+
+class ColwiseTokens(_Style):
+    """Linear split by output: [1, T/CP, in] -> [1, T/CP, out/TP]."""
+
+    becomes, placement = _ColumnLinear, Shard(0)
+
+
+class RowwiseTokens(_Style):
+    """Linear split by input: [1, T/CP, in/TP] -> [1, T/CP/TP, out]."""
+
+    becomes, placement = _RowLinear, Shard(1)
+
+
+class HeadTokens(_Style):
     """Key or value projection when there are more ranks than K/V heads: TP / Hkv ranks compute the same head, [1, T/CP,
     dim] -> [1, T/CP, D], each for other query heads."""
 
-    def __init__(self, linear: nn.Linear, mesh: DeviceMesh, head_dim: int):
-        super().__init__(linear.weight, mesh, Replicate())
-        first = self.rank * (linear.out_features // head_dim) // self.ranks * head_dim
-        self.first, self.stop = first, first + head_dim
+    becomes = _HeadLinear
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.local(Partial())[self.first : self.stop])
+    def __init__(self, head_dim: int):
+        self.head_dim = head_dim
 
-
-class TokenNorm(_Sharded):
-    """RMSNorm of this rank's tokens."""
-
-    def __init__(self, norm: RMSNorm, mesh: DeviceMesh):
-        super().__init__(norm.weight, mesh, Replicate())
-        self.eps = norm.eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.local(Partial()), self.eps)
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        n_kv_heads = module.out_features // self.head_dim
+        first = device_mesh.get_local_rank() * n_kv_heads // device_mesh.size() * self.head_dim
+        module.rows = slice(first, first + self.head_dim)
+        return super()._apply(module, device_mesh)
 
 
-class VocabEmbedding(_Sharded):
+class TokenNorm(_Style):
+    """RMSNorm of this rank's tokens: [1, T/CP/TP, dim] -> the same."""
+
+    becomes = _TokenNorm
+
+
+class GatherTokens(ParallelStyle):
+    """The first argument of a module becomes the tokens of all ranks: [1, T/CP/TP, dim] -> [1, T/CP, dim]."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        tokens = _Tokens(device_mesh)
+        module.register_forward_pre_hook(lambda _, args: (tokens.gather(args[0]), *args[1:]))
+        return module
+
+
+class VocabEmbedding(_Style):
     """Token ids [1, T/CP] -> [1, T/CP/TP, dim]; each rank looks up the ids of its part of the vocabulary."""
 
-    def __init__(self, embedding: nn.Embedding, mesh: DeviceMesh):
-        super().__init__(embedding.weight, mesh, Shard(0))
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        weight = self.local()
-        ids = ids - self.rank * len(weight)
-        mine = (ids >= 0) & (ids < len(weight))
-        rows = F.embedding(torch.where(mine, ids, 0), weight) * mine[..., None]
-        return _Exchange.apply(rows, False, self.ranks, self.group)
+    becomes, placement = _VocabEmbedding, Shard(0)
 
 
-def apply_tp(model: Transformer, mesh: DeviceMesh) -> None:
-    """Make a stage on the meta device tensor parallel, in place. Heads, ffn_dim and vocabulary must divide by TP."""
-    head_dim, n_kv_heads = model.args.head_dim, model.args.n_kv_heads
-    if model.tok_embeddings is not None:
-        model.tok_embeddings = VocabEmbedding(model.tok_embeddings, mesh)
-    for block in model.layers.values():
-        attention, ffn = block.attention, block.feed_forward
-        block.gather = GatherTokens(mesh)
-        block.attention_norm, block.ffn_norm = (TokenNorm(n, mesh) for n in (block.attention_norm, block.ffn_norm))
-        attention.wq, attention.wo = ColumnLinear(attention.wq, mesh), RowLinear(attention.wo, mesh)
-        for name in ("wk", "wv"):
-            linear = getattr(attention, name)
-            divides = n_kv_heads % mesh.size() == 0
-            setattr(attention, name, ColumnLinear(linear, mesh) if divides else KVHeadLinear(linear, mesh, head_dim))
-        ffn.w1, ffn.w3, ffn.w2 = ColumnLinear(ffn.w1, mesh), ColumnLinear(ffn.w3, mesh), RowLinear(ffn.w2, mesh)
-    if model.output is not None:
-        model.norm = TokenNorm(model.norm, mesh)
-        model.output.gather = GatherTokens(mesh)
-        model.output.weight = nn.Parameter(distribute_tensor(model.output.weight, mesh, [Shard(0)]))
-        model.output.tp_group = mesh.get_group()
+class VocabHead(_Style):
+    """Head and loss of [1, T/CP/TP, dim]; each rank has a part of the vocabulary and needs all tokens for it."""
+
+    becomes, placement = _VocabHead, Shard(0)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.ranks = device_mesh.get_group()
+        return super()._apply(module, device_mesh)

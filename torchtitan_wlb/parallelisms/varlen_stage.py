@@ -5,36 +5,38 @@ all. Here the length of every micro-batch is known from the plan on every rank, 
 before a step `VarlenStage.set_lengths` describes the buffers, and each is allocated when its transfer starts and
 dropped after its backward.
 
-Every schedule is a list of actions for every rank (`schedule_actions`), executed by one runtime that posts receives
-early and never waits for a send: a rank is late only when its input is. The same lists feed the time model
-(simulation/step_time.py).
+Every schedule is a list of actions for every rank (schedules.py), executed by one runtime that posts receives early and
+never waits for a send: a rank is late only when its input is.
 
-Private API, torch 2.13, all of it in this file: `_prepare_forward_infra`, `_prepare_backward_infra` and
-`_post_metadata_inference_cleanup` (called by the schedule at its first step), `_RecvInfo`, `_StageMeta`,
-`_get_recv_ops`; `_PipelineScheduleRuntime`, `_prepare_schedule_with_comms`, `_Action`, `_step_microbatches` (the public
-`step` splits one batch into equal micro-batches), `_has_backward` (the public `eval` goes through `step`).
+The methods and attributes with an underscore that are overridden or set here are listed in torch_private.py.
 """
-
-from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._utils import extract_tensor_meta, extract_tensor_metas
-from torch.distributed.pipelining.schedules import (
-    _Action,
-    _ComputationType,
-    _PipelineScheduleRuntime,
-    get_schedule_class,
-)
-from torch.distributed.pipelining.stage import _RecvInfo
 
-from torchtitan_wlb.parallelisms.parallel_dims import count_stages
+from torchtitan_wlb.cost.step_time import Action
+from torchtitan_wlb.parallelisms.schedules import ACTION_TYPES, identity
 from torchtitan_wlb.profiling import MicroBatchClock
-from torchtitan_wlb.simulation.step_time import Action
+from torchtitan_wlb.torch_private import (
+    Action as PipelineAction,
+)
+from torchtitan_wlb.torch_private import (
+    ComputationType,
+    PipelineScheduleRuntime,
+    RecvInfo,
+    extract_tensor_meta,
+    extract_tensor_metas,
+)
+
+_FORWARD_HALF = (
+    ComputationType.UNSHARD,
+    ComputationType.RESHARD,
+    ComputationType.RECV_F,
+    ComputationType.FORWARD,
+    ComputationType.SEND_F,
+)
 
 
 class VarlenStage(PipelineStage):
@@ -84,17 +86,17 @@ class VarlenStage(PipelineStage):
         )
         self._stage_meta.input_grads = gradient
 
-    def _infos(self, tokens: int, source: int, is_end: bool) -> tuple[_RecvInfo, ...]:
+    def _infos(self, tokens: int, source: int, is_end: bool) -> tuple:
         if is_end:
-            return (_RecvInfo("root", None, None, None, is_root_arg=True),)
+            return (RecvInfo("root", None, None, None, is_root_arg=True),)
         shape = torch.empty(1, tokens, self._dim, dtype=self._dtype, device="meta", requires_grad=True)
-        return (_RecvInfo(f"stage_{source}", source, None, extract_tensor_meta(shape)),)
+        return (RecvInfo(f"stage_{source}", source, None, extract_tensor_meta(shape)),)
 
-    def _get_recv_ops(self, recv_infos) -> list[dist.P2POp]:
+    def _get_recv_ops(self, recv_infos, *group) -> list[dist.P2POp]:
         for info in recv_infos:
             if not info.is_root_arg:
                 info.buffer = torch.empty(info.tensor_meta.shape, dtype=self._dtype, device=self.device)
-        return super()._get_recv_ops(recv_infos)
+        return super()._get_recv_ops(recv_infos, *group)  # 2.14 names the group of the direction
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args, **kwargs):
         with self._clock.part("forward", fwd_chunk_id):
@@ -123,75 +125,7 @@ class VarlenStage(PipelineStage):
         return None
 
 
-_KINDS = {
-    _ComputationType.FORWARD: "F",
-    _ComputationType.FULL_BACKWARD: "B",
-    _ComputationType.BACKWARD_INPUT: "I",
-    _ComputationType.BACKWARD_WEIGHT: "W",
-}
-_TYPES = {kind: type for type, kind in _KINDS.items()}
-_FORWARD_HALF = (
-    _ComputationType.UNSHARD,
-    _ComputationType.RESHARD,
-    _ComputationType.RECV_F,
-    _ComputationType.FORWARD,
-    _ComputationType.SEND_F,
-)
-
-
-def schedule_actions(
-    schedule: str, pp: int, m: int, stages_per_rank: int = 2, split: bool = True
-) -> list[list[Action]]:
-    """What every pipeline rank computes in which order: (kind, stage, micro-batch), see simulation/step_time.py.
-
-    Args:
-        schedule: name of a torch.distributed.pipelining schedule.
-        pp, m: pipeline ranks and micro-batches, legal for the schedule (parallel_dims.schedule_problem).
-        stages_per_rank: of the looped schedules.
-        split: let the schedule split backward into I and W. Not with activation checkpointing: torch runs W as a
-            backward of its own for every weight, each of which would run the forward of the block again (a step took
-            2.3 times as long). Then a whole backward stands in the place of I.
-    """
-    if schedule in ("GPipe", "1F1B") or pp == 1:
-        return [_one_stage_actions(schedule, pp, rank, m) for rank in range(pp)]
-    # A schedule writes down the lists of all ranks from the number of stages alone: no process group is needed.
-    n_stages = count_stages(schedule, pp, stages_per_rank)
-    stages = [
-        SimpleNamespace(stage_index=i, num_stages=n_stages, group_size=pp, group_rank=0, submod=None)
-        for i in range(n_stages // pp)
-    ]
-    order = get_schedule_class(schedule)(stages, n_microbatches=m, loss_fn=identity).pipeline_order
-    actions = [list(_flatten(order[rank])) for rank in range(pp)]
-    if split:
-        return actions
-    return [[("B" if kind == "I" else kind, s, i) for kind, s, i in each if kind != "W"] for each in actions]
-
-
-def _one_stage_actions(schedule: str, pp: int, rank: int, m: int) -> list[Action]:
-    """GPipe: all forwards first. 1F1B: as many as there are ranks from here on, then one backward for one forward."""
-    ahead = m if schedule == "GPipe" and pp > 1 else min(m, pp - rank)
-    actions: list[Action] = [("F", rank, i) for i in range(ahead)]
-    for i in range(m):
-        actions.append(("B", rank, i))
-        if ahead + i < m:
-            actions.append(("F", rank, ahead + i))
-    return actions
-
-
-def _flatten(actions: list[_Action | None]) -> Iterator[Action]:
-    for a in actions:
-        if a is not None:
-            # DualPipeV names pairs of forward and backward that a GPU may overlap; one after the other here.
-            for part in a.sub_actions or (a,):
-                yield _KINDS[part.computation_type], part.stage_index, cast(int, part.microbatch_index)
-
-
-def identity(loss: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    """Loss function of a schedule: the last stage returns the scaled loss itself."""
-    return loss
-
-
-class VarlenSchedule(_PipelineScheduleRuntime):
+class VarlenSchedule(PipelineScheduleRuntime):
     """Runs a list of actions for every rank over VarlenStages.
 
     Args:
@@ -204,7 +138,10 @@ class VarlenSchedule(_PipelineScheduleRuntime):
         # Gradients are sums already: the loss is divided by the valid labels of the whole step.
         super().__init__(stages, n_micro_batches, loss_fn=identity, scale_grads=False)
         self._prepare_schedule_with_comms(
-            {rank: [_Action(s, _TYPES[kind], i) for kind, s, i in each] for rank, each in enumerate(actions)}
+            {
+                rank: [PipelineAction(s, ACTION_TYPES[kind], i) for kind, s, i in each]
+                for rank, each in enumerate(actions)
+            }
         )
         self._training = self.pipeline_order_with_comms
         self._evaluation = {

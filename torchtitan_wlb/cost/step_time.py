@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchtitan_wlb.packing.cost_model import BACKWARD_ATTENTION, BACKWARD_MATMUL
+from torchtitan_wlb.cost.cost_model import BACKWARD_ATTENTION, BACKWARD_MATMUL
 
 Action = tuple[str, int, int]
 KINDS = "FBIW"

@@ -6,15 +6,14 @@ The rate is interpolated over a grid of (query, key) lengths, bilinear in their 
 rate is used.
 """
 
-import json
 import zlib
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 
-from torchtitan_wlb.packing.cost_model import BACKWARD_ATTENTION, Device
+from torchtitan_wlb.cost.devices import Device
 
 SHORT_QUERIES = 0.7  # share of the rate that chunks of less than two tiles reach (no shared K/V loads, WLB-LLM §5.2)
 
@@ -91,15 +90,17 @@ def analytic_kernel_cost(device: Device, pair_flops: float, kv_bytes_per_token: 
     return KernelCost(pair_flops, device.tile, q_knots, knots, rates, traffic, 2 * device.latency)
 
 
-def measured_kernel_cost(rows: list[dict], pair_flops: float, token_seconds: float, latency: float) -> KernelCost:
-    """Kernel cost from rows {"q", "k", "forward_ms", "backward_ms"} (scripts/profile_costs.py). A cell that was not
-    measured takes the rate of the nearest measured number of queries for the same keys.
+def measured_kernel_cost(
+    rows: Sequence[tuple[int, int, float]], pair_flops: float, token_seconds: float, latency: float
+) -> KernelCost:
+    """Kernel cost from measured (queries, keys, seconds forward and backward). A cell that was not measured takes the
+    rate of the nearest measured number of queries for the same keys.
 
     Args:
         pair_flops, token_seconds, latency: see KernelCost.
     """
-    q_knots, k_knots = (sorted({float(r[x]) for r in rows}) for x in ("q", "k"))
-    seconds = {(float(r["q"]), float(r["k"])): (r["forward_ms"] + r["backward_ms"]) * 1e-3 for r in rows}
+    q_knots, k_knots = (sorted({float(r[x]) for r in rows}) for x in (0, 1))
+    seconds = {(float(q), float(k)): s for q, k, s in rows}
     grid = []
     for q in q_knots:
         line = []
@@ -108,20 +109,3 @@ def measured_kernel_cost(rows: list[dict], pair_flops: float, token_seconds: flo
             line.append(pair_flops * near * (k - (near - 1) / 2) / seconds[near, k])
         grid.append(tuple(line))
     return KernelCost(pair_flops, 1, tuple(q_knots), tuple(k_knots), tuple(grid), token_seconds, latency)
-
-
-def build_kernel_cost(
-    profile: str, device: Device, *, layer_flops_per_pair: float, kv_dim: int, tp: int, bytes_per_value: int
-) -> KernelCost:
-    """Kernel cost of a run: from its profile if there is one, else analytic.
-
-    Args:
-        layer_flops_per_pair: forward FLOPs of a (query, key) pair in a layer, all heads.
-        kv_dim: values of K of one token, all heads. tp: ranks that share the heads.
-    """
-    pair_flops = layer_flops_per_pair * (1 + BACKWARD_ATTENTION) / tp
-    analytic = analytic_kernel_cost(device, pair_flops, 2 * kv_dim / tp * bytes_per_value)
-    if not profile:
-        return analytic
-    rows = json.loads(Path(profile).read_text())["attention"]
-    return measured_kernel_cost(rows, pair_flops, analytic.token_seconds, analytic.latency)

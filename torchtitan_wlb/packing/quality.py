@@ -4,9 +4,9 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from torchtitan_wlb.packing.packers import deal
+from torchtitan_wlb.cost.step_time import StepModel
+from torchtitan_wlb.packing.greedy import deal
 from torchtitan_wlb.packing.planner import StepPlan, StepPlanner
-from torchtitan_wlb.simulation.step_time import StepModel
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,107 @@
+"""The baselines of the paper: plain (cut at the window), plain_whole (documents whole) and fixed (repacked)."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from torchtitan_wlb.packing.packer import Arrivals, Packed
+from torchtitan_wlb.packing.spans import NONE, START, STOP, as_spans, group, lengths, longest_first
+
+
+class Plain:
+    """Concatenate documents in order of arrival and cut at the context window (the paper's Plain-4D)."""
+
+    def __init__(self, n: int, seq_len: int):
+        self.n, self.seq_len = n, seq_len
+        self.carry = NONE
+
+    def pack(self, arrivals: Arrivals) -> Packed:
+        stream = np.concatenate([self.carry, arrivals.due()])
+        stop = np.cumsum(lengths(stream))
+        start = stop - lengths(stream)
+        # Cut points: where a document ends, and every window.
+        cuts = np.unique(np.concatenate([stop, np.arange(1, self.n + 1) * self.seq_len]))
+        cuts = cuts[cuts <= (stop[-1] if len(stop) else 0)]
+        first = np.concatenate([[0], cuts[:-1]]) if len(cuts) else cuts
+        document = np.searchsorted(stop, first, side="right")
+        pieces = stream[document]
+        pieces[:, START] += first - start[document]
+        pieces[:, STOP] = pieces[:, START] + cuts - first
+        window = first // self.seq_len
+        self.carry = pieces[window >= self.n]
+        return group(pieces[window < self.n], window[window < self.n], self.n)
+
+    def waiting(self) -> np.ndarray:
+        return self.carry
+
+    def state(self):
+        return [self.carry.tolist()]
+
+    def restore(self, state) -> None:
+        self.carry = as_spans(state[0])
+
+
+class PlainWhole:
+    """Keep documents whole: next fit into windows of fixed length, the tail is padded. What does not fit is drawn next
+    time."""
+
+    def __init__(self, n: int, seq_len: int):
+        self.n, self.seq_len = n, seq_len
+
+    def pack(self, arrivals: Arrivals) -> Packed:
+        shown = arrivals.peek(self.n * self.seq_len)
+        window, room = 0, self.seq_len
+        where = []
+        for length in lengths(shown).tolist():
+            if length > room:
+                window, room = window + 1, self.seq_len
+                if window == self.n:
+                    break
+            where.append(window)
+            room -= length
+        return group(arrivals.draw(shown[: len(where)]), np.array(where, dtype=np.int64), self.n)
+
+    def waiting(self) -> np.ndarray:
+        return NONE
+
+    def state(self):
+        return []
+
+    def restore(self, state) -> None:
+        pass
+
+
+class Fixed:
+    """Repack the documents of `window` global batches into sequences of fixed length that are even in sum d²
+    (Fixed-4D).
+
+    Args:
+        assign: function (weights [k], tokens [k], bins, capacity) -> bin of every document, -1 for those that do not
+            fit; documents come longest first. `spread` is the greedy one, `solver.assign_exactly` the integer program.
+    """
+
+    def __init__(self, n: int, seq_len: int, window: int, assign: Callable):
+        self.n, self.seq_len, self.window, self.assign = n, seq_len, window, assign
+        self.carry = NONE
+        self.planned: list[np.ndarray] = []  # micro-batches of the steps to come
+
+    def pack(self, arrivals: Arrivals) -> Packed:
+        if not self.planned:
+            bins = self.window * self.n
+            drawn = arrivals.take(bins * self.seq_len - int(lengths(self.carry).sum()))
+            spans = longest_first(np.concatenate([self.carry, drawn]))
+            tokens = lengths(spans)
+            where = np.asarray(self.assign(tokens.astype(float) ** 2, tokens, bins, self.seq_len))
+            self.carry = spans[where < 0]
+            self.planned = [spans[where == b] for b in range(bins)]
+        now, self.planned = self.planned[: self.n], self.planned[self.n :]
+        return np.concatenate([NONE, *now]), np.cumsum([0, *map(len, now)])
+
+    def waiting(self) -> np.ndarray:
+        return np.concatenate([self.carry, *self.planned])
+
+    def state(self):
+        return [self.carry.tolist(), *(mb.tolist() for mb in self.planned)]
+
+    def restore(self, state) -> None:
+        self.carry, *self.planned = map(as_spans, state)

@@ -1,0 +1,68 @@
+"""What a packer is: it takes what it needs from a step's arrivals and returns N micro-batches. No torch; equal on all
+ranks.
+
+What a packer keeps back it shows in `waiting()` and in its state. Nothing is lost: arrived = packed + waiting, at every
+step. After the data has ended it drains.
+"""
+
+from typing import Protocol
+
+import numpy as np
+
+from torchtitan_wlb.packing.document_order import DocumentOrder
+
+Packed = tuple[np.ndarray, np.ndarray]  # (spans [k, 4], bounds [N + 1])
+
+
+class Arrivals:
+    """The documents that a step may draw.
+
+    Args:
+        order: of all documents.
+        step: drawing now.
+        due_tokens: tokens that are due in this step (step x N x seq_len less what has been drawn).
+    """
+
+    def __init__(self, order: DocumentOrder, step: int, due_tokens: int):
+        self._order, self.step, self._due_tokens = order, step, due_tokens
+        self.count = 0
+
+    def due(self) -> np.ndarray:
+        """Draw the documents that are due, [k, 4]."""
+        return self.take(self._due_tokens)
+
+    def take(self, tokens: int) -> np.ndarray:
+        """Draw whole documents until they reach some tokens, [k, 4]."""
+        return self.draw(self.peek(tokens))
+
+    def peek(self, tokens: int) -> np.ndarray:
+        """What `take` would draw."""
+        ids, n = self._order.peek(tokens)
+        return np.column_stack([ids, np.zeros_like(ids), n, np.full_like(ids, self.step)])
+
+    def draw(self, spans: np.ndarray) -> np.ndarray:
+        """Draw the first documents that `peek` has shown."""
+        self._order.advance(spans[:, 0])
+        self.count += len(spans)
+        return spans
+
+    @property
+    def ended(self) -> bool:
+        """Whether no document is left to draw."""
+        return self._order.exhausted
+
+
+class Packer(Protocol):
+    def pack(self, arrivals: Arrivals) -> Packed:
+        """The N micro-batches of a step."""
+        ...
+
+    def waiting(self) -> np.ndarray:
+        """Spans kept for later steps, [k, 4]."""
+        ...
+
+    def state(self) -> list[list[list[int]]]:
+        """Lists of spans from which `restore` goes on exactly."""
+        ...
+
+    def restore(self, state: list[list[list[int]]]) -> None: ...

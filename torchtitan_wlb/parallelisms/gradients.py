@@ -1,0 +1,40 @@
+"""The norm of the whole gradient, over all ranks and stages."""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+@torch.no_grad()
+def clip_grad_norm(parameters: list[nn.Parameter], max_norm: float, device: torch.device) -> torch.Tensor:
+    """Norm of the whole gradient over all ranks and stages; gradients are scaled down to max_norm if it is larger (0:
+    never).
+
+    Every rank adds the squares of its local shards, divided by the number of ranks that hold the same numbers; one
+    all-reduce over all ranks gives the square of the norm.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    by_copies: dict[int, list[torch.Tensor]] = {}
+    for p in parameters:
+        if p.grad is None:
+            continue
+        grad = p.grad
+        copies = 1
+        if isinstance(grad, DTensor):
+            copies = math.prod(n for n, x in zip(grad.device_mesh.shape, grad.placements) if x.is_replicate())
+            grad = grad.to_local()
+        by_copies.setdefault(copies, []).append(grad)
+    for copies, grads in by_copies.items():
+        norms = torch._foreach_norm([g for g in grads if g.numel()])
+        if norms:
+            total += torch.stack(norms).double().square().sum().to(device) / copies
+    dist.all_reduce(total)
+    norm = total.sqrt()
+    if max_norm > 0:
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for grads in by_copies.values():
+            torch._foreach_mul_(grads, scale.to(grads[0].device, grads[0].dtype))
+    return norm
