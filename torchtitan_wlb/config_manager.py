@@ -219,7 +219,7 @@ def help_text(sections: list[str]) -> str:
             else:
                 lines.append("  " + textwrap.shorten(f"{key} = {default}: {about}", 118, placeholder=" ..."))
     if not known:
-        lines += ["", f"The whole text of a section: train.py --help SECTION ({', '.join(SECTIONS)})"]
+        lines += ["", "The whole text of a section: train.py --help SECTION"]
     return "\n".join(lines)
 
 

@@ -14,13 +14,14 @@ from torchtitan_wlb.cost.devices import DEVICES
 from torchtitan_wlb.cost.kernel_cost import analytic_kernel_cost
 from torchtitan_wlb.cost.step_time import stages_of
 from torchtitan_wlb.data.micro_batch import pack_documents, padded_length
-from torchtitan_wlb.models.attention import SDPA
+from torchtitan_wlb.models.kernels import SDPA
 from torchtitan_wlb.models.llama import ModelArgs, Transformer
-from torchtitan_wlb.parallelisms.distributed import clip_grad_norm, gather_step, read_steps
-from torchtitan_wlb.parallelisms.parallel_dims import ParallelDims, count_stages
+from torchtitan_wlb.parallelisms.gradients import clip_grad_norm
+from torchtitan_wlb.parallelisms.parallel_dims import ParallelDims
 from torchtitan_wlb.parallelisms.parallelize_llama import build_stage
 from torchtitan_wlb.parallelisms.pipeline_llama import Pipeline, split_layers
-from torchtitan_wlb.parallelisms.varlen_stage import schedule_actions
+from torchtitan_wlb.parallelisms.schedules import count_stages, schedule_actions
+from torchtitan_wlb.parallelisms.step_sums import gather_step, read_steps
 from torchtitan_wlb.profiling import MicroBatchClock
 
 N_IDS = 259
@@ -86,12 +87,12 @@ def run_case(case: Case, documents, flip: tuple[int, int] | None, out: Path) -> 
     dims, device = case.dims, torch.device("cpu")
     rank = dist.get_rank()
     my = dims.coordinates(rank)
-    mesh, cp_group = dims.build_mesh("cpu"), dims.build_cp_group()
+    mesh = dims.build_mesh("cpu")
     stages = split_layers(ARGS.n_layers, count_stages(case.schedule, dims.pp, case.stages_per_rank), 1.0, 0.5)
     actions = schedule_actions(case.schedule, dims.pp, case.m, case.stages_per_rank, split=case.ac_mode == "none")
     models = [
         build_stage(
-            ARGS, stages[i], mesh, dims, cp_group,
+            ARGS, stages[i], mesh, dims,
             n_ids=N_IDS, max_position=MAX_POSITION, loss_chunk=LOSS_CHUNK, seed=SEED, device=device,
             kernel=SDPA, param_dtype=torch.float32, reduce_dtype=torch.float32,
             ac_mode=case.ac_mode, ac_every=2, compile=case.compile, recompute_kv=case.recompute_kv,
@@ -100,7 +101,7 @@ def run_case(case: Case, documents, flip: tuple[int, int] | None, out: Path) -> 
         for i in stages_of(actions[my["pp"]])
     ]  # fmt: skip
     pipeline = Pipeline(
-        models, actions=actions, mesh=mesh, device=device, dtype=torch.float32, dim=ARGS.dim, tp=dims.tp,
+        models, actions=actions, world_mesh=mesh, device=device, dtype=torch.float32, dim=ARGS.dim, tp=dims.tp,
         clock=MicroBatchClock(device, timed=False),
     )  # fmt: skip
 

@@ -1,13 +1,14 @@
 """Configuration: three layers, and every mistake in one message with the flag and what is legal."""
 
-import dataclasses
+import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from torchtitan_wlb.config import JobConfig, Training
-from torchtitan_wlb.config_checks import settings_without_effect, validate
-from torchtitan_wlb.config_manager import load_config
+from torchtitan_wlb.config import Parallelism, Training
+from torchtitan_wlb.config_checks import resolve_batch, settings_without_effect, validate
+from torchtitan_wlb.config_manager import MOVED, SECTIONS, help_text, load_config
 from torchtitan_wlb.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -20,10 +21,10 @@ def test_command_line_wins_over_toml_over_default():
     assert config.metrics.enable_color is False and config.checkpoint.enable is True
     assert config.training.dataset == ("stdlib",)
     config = load_config(
-        ["--training.dataset", "text", "json", "--packing.outlier_thresholds=100", "--optimizer.lr", "-1e-3"]
+        ["--training.dataset", "text", "json", "--packing.outlier_thresholds=100", "--debug.seed", "3"]
     )
     assert config.training.dataset == ("text", "json") and config.packing.outlier_thresholds == (100,)
-    assert config.optimizer.lr == -1e-3
+    assert config.debug.seed == 3
 
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "train_configs").glob("*.toml")), ids=lambda p: p.name)
@@ -41,62 +42,111 @@ def test_every_recipe_is_valid(recipe):
 
 
 def test_every_field_is_documented():
-    import ast
-
-    tree = ast.parse((ROOT / "torchtitan_wlb/config.py").read_text())
-    for cls in [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name not in ("JobConfig", "ConfigError")]:
-        fields = [(a, b) for a, b in zip(cls.body, [*cls.body[1:], None]) if isinstance(a, ast.AnnAssign)]
-        assert fields and all(isinstance(b, ast.Expr) for _, b in fields), cls.name
-    assert {f.name for f in dataclasses.fields(JobConfig)} >= {
-        "job",
-        "training",
-        "packing",
-        "context_parallel",
-        "cost_model",
-    }
+    assert set(SECTIONS) >= {"job", "training", "packing", "context_parallel", "cost_model"}
+    for section, cls in SECTIONS.items():
+        assert all(info.description for info in cls.model_fields.values()), section
 
 
 BAD = [
     (["--parallelism.tensor_parallel_degree", "3"], 4, r"tensor_parallel_degree 3: 4 heads, 2 key/value heads.* allow 1, 2, 4"),
     (["--parallelism.context_parallel_degree", "4"], 4, r"do not multiply.*context_parallel_degree 4.*= 8, WORLD_SIZE = 4"),
     (["--parallelism.pipeline_parallel_degree", "8"], 16, r"pipeline_parallel_degree 8 makes 8 stages, debugmodel has 4 layers"),
-    (["--parallelism.pipeline_parallel_degree=0"], 4, r"pipeline_parallel_degree 0: must be at least 1"),
+    (["--parallelism.pipeline_parallel_degree=0"], 4, r"pipeline_parallel_degree 0: input should be greater than or equal to 1"),
+    (["--parallelism.data_parallel_shard_degree", "-2"], 4, r"data_parallel_shard_degree -2: must be -1 or at least 1"),
     (["--training.global_batch_size", "3", "--parallelism.data_parallel_shard_degree", "2"], 8, r"global_batch_size 3: must be a multiple of the 2"),
     (["--training.global_batch_size", "1"], 4, r"global_batch_size 1 gives 1 micro-batches.*1F1B needs at least 2"),
     (["--training.seq_len", "4094"], 4, r"seq_len 4094: must be a multiple of CP x lcm\(2, TP\) = 4"),
+    (["--training.seq_len", "10000000000000"], 4, r"seq_len 10000000000000: input should be less than or equal to"),
     (["--training.seq_len_multiple", "60"], 4, r"seq_len_multiple 60: must divide --training.seq_len 4096"),
     (["--training.seqlen", "4096"], 4, r"\[training\] has no key 'seqlen'; nearest: seq_len"),
     (["--trainig.seq_len", "4096"], 4, r"no section 'trainig'; nearest: training"),
-    (["--training.steps", "many"], 4, r"training.steps = 'many': input should be a valid integer"),
-    (["--packing.strategy", "best"], 4, r"packing.strategy = 'best': input should be 'plain', 'plain_whole', 'fixed', 'fixed_solver', 'wlb_paper' or 'wlb'"),
-    (["--packing.max_len_factor", "0.5"], 4, r"max_len_factor 0.5: must lie in 1.0..100"),
+    (["--training.steps", "many"], 4, r"--training.steps many: input should be a valid integer"),
+    (["--training.steps", "many", "--training.steps", "7"], 4, r"--training.steps many: input should be a valid integer"),
+    (["--training.steps", "5", "--training.steps", "7"], 4, r"--training.steps is given twice"),
+    (["--packing.strategy", "best"], 4, r"packing.strategy best: input should be 'plain', 'plain_whole', 'fixed', 'fixed_solver', 'wlb_paper' or 'wlb'"),
+    (["--packing.max_len_factor", "0.5"], 4, r"max_len_factor 0.5: input should be greater than or equal to 1"),
     (["--packing.outlier_thresholds", "900", "300"], 4, r"outlier_thresholds 900 300: must rise and lie in 1..4096"),
-    (["--packing.delay_price", "0"], 4, r"delay_price 0.0: must be auto or above 0"),
+    (["--packing.outlier_thresholds"], 4, r"outlier_thresholds : tuple should have at least 1 item"),
+    (["--packing.delay_price", "0"], 4, r"delay_price 0: input should be greater than 0"),
+    (["--packing.delay_price", "inf"], 4, r"delay_price inf: input should be a finite number"),
+    (["--packing.window", "100000000"], 4, r"window 100000000: input should be less than or equal to 1024"),
     (["--packing.max_tokens_in_flight", "4096"], 4, r"max_tokens_in_flight 4096: must be 0 or at least .* = 8192"),
-    (["--debug.seed", "-1", "--optimizer.lr", "nan", "--checkpoint.keep_latest_k", "-1"], 4, r"keep_latest_k -1: must be at least 0"),
+    (["--debug.seed", "-1", "--optimizer.lr", "nan", "--checkpoint.keep_latest_k", "-1"], 4, r"keep_latest_k -1: input should be greater than or equal to 0"),
+    (["--lr_scheduler.min_lr_factor", "-5"], 4, r"min_lr_factor -5: input should be greater than or equal to 0"),
+    (["--lr_scheduler.warmup_steps", "50"], 4, r"warmup_steps 50: the schedule has 30 steps"),
     (["--parallelism.pipeline_parallel_schedule", "DualPipeV", "--training.global_batch_size", "3"], 4, r"3 micro-batches .*DualPipeV needs at least 4"),
     (["--model.flavor", "9B"], 4, r"model.flavor 9B: legal are debugmodel, "),
     (["--training.dataset", "wikipedia"], 4, r"training.dataset wikipedia: legal are stdlib, "),
     (["--training.dataset", "text"], 4, r"dataset text needs --training.dataset_path"),
     (["--training.dataset", "stdlib", "stdlib_files", "--training.dataset_weight", "1"], 4, r"dataset_weight .* one positive number for each"),
+    (["--training.dataset_weight", "nan"], 4, r"dataset_weight nan: input should be"),
     (["steps", "5"], 4, r"'steps' is not a flag"),
     (["--training.steps"], 4, r"--training.steps needs a value"),
+    (["--checkpoint", "true"], 4, r"--checkpoint: a section, not a key; its keys: enable, folder"),
+    (["--training.", "1"], 4, r"--training.: a section, not a key"),
     (["--job.config_file", "nowhere.toml"], 4, r"nowhere.toml: No such file"),
+    (["--job.config_file", ""], 4, r"--job.config_file : No such file"),
+    (["--training.compile"], 4, r"--training.compile: here it is compile.enable"),
+    (["--training.data_parallel_shard_degree", "2"], 4, r"here it is parallelism.data_parallel_shard_degree"),
+    (["--training.tensor_parallel_degree", "2"], 4, r"here it is parallelism.tensor_parallel_degree"),
+    (["--experimental.context_parallel_degree", "2"], 4, r"here it is parallelism.context_parallel_degree"),
+    (["--experimental.pipeline_parallel_degree", "2"], 4, r"here it is parallelism.pipeline_parallel_degree"),
+    (["--experimental.pipeline_parallel_schedule", "1F1B"], 4, r"here it is parallelism.pipeline_parallel_schedule"),
+    (["--training.warmup_steps", "2"], 4, r"here it is lr_scheduler.warmup_steps"),
+    (["--checkpoint.enable_checkpoint"], 4, r"here it is checkpoint.enable"),
+    (["--model.tokenizer_path", "t.model"], 4, r"here it is model.tokenizer"),
+    (["--model.norm_type", "rmsnorm"], 4, r"the norm is RMSNorm"),
+    (["--metrics.disable_color_printing"], 4, r"here it is metrics.enable_color"),
+    (["--training.fsdp_reshard_after_forward", "never"], 4, r"here it is parallelism.reshard_after_forward"),
+    (["--activation_checkpoint.selective_ac_option", "2"], 4, r"here it is activation_checkpoint.mode"),
+    (["--training.seed", "1"], 4, r"here it is debug.seed"),
+    (["--training.batch_size", "8"], 4, r"here it is training.global_batch_size"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("flags, world_size, message", BAD, ids=lambda x: " ".join(x) if isinstance(x, list) else "")
 def test_mistakes_are_named(flags, world_size, message):
+    recipe = [] if "--job.config_file" in flags else DEBUG
     with pytest.raises(ConfigError, match=message):
-        validate(load_config([*DEBUG, *flags]), world_size)
+        validate(load_config([*recipe, *flags]), world_size)
+
+
+def test_what_moved_names_keys_that_exist():
+    for old, new in MOVED.items():
+        section, key = old.split(".")
+        assert section not in SECTIONS or key not in SECTIONS[section].model_fields, old
+        for name in re.findall(r"[a-z_]+\.[a-z_]+", new):
+            section, key = name.split(".")
+            assert key in SECTIONS[section].model_fields, (old, new)
+
+
+def test_the_default_batch_suits_every_schedule():
+    for schedule in get_args(Parallelism.model_fields["pipeline_parallel_schedule"].annotation):
+        flags = ["--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_schedule", schedule]
+        config = load_config([*flags, "--training.global_batch_size", "-1"])
+        dims = validate(config, 4)
+        assert resolve_batch(config, dims) == 2 * (4 if schedule == "DualPipeV" else 2)
+
+
+def test_help_shows_every_key_and_the_whole_text_of_a_section(capsys):
+    with pytest.raises(SystemExit) as ended:
+        load_config(["--help"])
+    text = capsys.readouterr().out
+    assert ended.value.code == 0 and max(map(len, text.splitlines())) <= 120 and len(text.splitlines()) < 200
+    for section, cls in SECTIONS.items():
+        assert f"[{section}]" in text and all(f"\n  {key} = " in text for key in cls.model_fields)
+    assert "one step earlier" not in text and "one step earlier" in " ".join(help_text(["packing"]).split())
 
 
 def test_toml_types_are_strict(tmp_path):
     toml = tmp_path / "t.toml"
-    toml.write_text("[training]\nsteps = true\nseq_len = '4096'\n[checkpoint]\nenable = 'yes'\n[optimizer]\nlr = 1\n")
+    toml.write_text(
+        "[training]\nsteps = true\nseq_len = '4096'\n[checkpoint]\nenable = 'yes'\n[optimizer]\nlr = 1\n"
+        "[packing]\ndelay_price = true\noutlier_thresholds = []\n"
+    )
     with pytest.raises(ConfigError) as error:
         load_config(["--job.config_file", str(toml)])
-    assert len(error.value.problems) == 3
+    assert len(error.value.problems) == 5
 
 
 def test_lengths_are_rounded_to_a_128th_of_the_window():
@@ -123,10 +173,10 @@ def test_all_problems_come_in_one_message(tmp_path):
     text = str(error.value)
     assert text.count("\n  - ") == 5, text
     for part in (
-        "training.steps",
+        f"training.steps = 'x' in {toml}: input should be a valid integer",
         "sequence_length",
         "'pack'; nearest: packing",
-        "model.flavor = 3",
-        "metrics.log_freq = 'often'",
+        f"model.flavor = 3 in {toml}: input should be a valid string",
+        "--metrics.log_freq often: input should be a valid integer",
     ):
         assert part in text

@@ -5,17 +5,22 @@ import json
 import numpy as np
 import pytest
 
+from torchtitan_wlb.config import Packing, Training
+from torchtitan_wlb.cost.cost_model import CostModel
 from torchtitan_wlb.cost.devices import DEVICES
 from torchtitan_wlb.cost.kernel_cost import analytic_kernel_cost
 from torchtitan_wlb.cost.step_time import without_pipelining
 from torchtitan_wlb.data.documents import Documents, SourceSpec, apply_length_policy
-from torchtitan_wlb.data.micro_batch import IGNORE_INDEX, Layout, build_micro_batch
 from torchtitan_wlb.data.sources import read_functions, synthetic_lengths
+from torchtitan_wlb.data.step_builder import Layout, StepBuilder
 from torchtitan_wlb.data.tokenizer import Tokenizer
 from torchtitan_wlb.errors import ConfigError
+from torchtitan_wlb.loss import IGNORE_INDEX
 from torchtitan_wlb.packing.document_order import DocumentOrder, permute
+from torchtitan_wlb.packing.settings import resolve_settings
 from torchtitan_wlb.packing.spans import as_spans
 
+COST = CostModel(pair_flops=0.05, token_cost=1.0, knots=(1,), rates=(1.0,))
 BYTES = Tokenizer("bytes", add_bos=True, add_eos=True)
 
 
@@ -203,27 +208,24 @@ def test_finite_epochs_end():
     assert sorted(drawn[:3]) == sorted(drawn[3:]) == [0, 1, 2] and order.exhausted and draw(order, 5) == []
 
 
+def builder(documents: Documents) -> StepBuilder:
+    """For one rank, lengths in multiples of 4."""
+    unused = analytic_kernel_cost(DEVICES["cpu"], 1.0, 1.0)
+    layout = Layout(1, 0, 1, 0, 1, 0, "adaptive", unused, without_pipelining(1))
+    training = Training(seq_len=16, seq_len_multiple=4)
+    settings = resolve_settings(training, Packing(), n=1, pp=1, seed=0, cost=COST, documents="")
+    return StepBuilder(documents, settings, layout)
+
+
 def test_micro_batch_of_hand_written_documents(folder, tmp_path):
     d = Documents([spec("text", folder)], [1.0], BYTES, str(tmp_path / "cache"))
-    unused = analytic_kernel_cost(DEVICES["cpu"], 1.0, 1.0)
-    layout = Layout(
-        dp=1,
-        dp_rank=0,
-        cp=1,
-        cp_rank=0,
-        tp=1,
-        tp_rank=0,
-        sharding="adaptive",
-        kernel_cost=unused,
-        step_model=without_pipelining(1),
-    )
-    mb = build_micro_batch(as_spans([(0, 0, 7, 1), (3, 0, 3, 1)]), d, layout, multiple=4)
+    mb, _ = builder(d).micro_batch(as_spans([(0, 0, 7, 1), (3, 0, 3, 1)]))
     assert mb.tokens.tolist() == [[256, *b"hello", 257, 256, *"ü".encode(), 0, 0]]
     i = IGNORE_INDEX
     assert mb.labels.tolist() == [[*b"hello", 257, i, *"ün".encode()[:3], i, i]]
     assert mb.positions.tolist() == [[0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 0, 0]]
     assert mb.attention.segments == [(0, 7, 0, 7), (7, 10, 7, 10)] and mb.lengths == [7, 3] and mb.n_tokens == 12
-    empty = build_micro_batch(as_spans([]), d, layout, multiple=4)
+    empty, _ = builder(d).micro_batch(as_spans([]))
     assert empty.n_tokens == 4 and (empty.labels == i).all() and empty.attention.segments == []
 
 

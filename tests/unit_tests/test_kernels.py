@@ -1,6 +1,7 @@
 """Attention kernel, chunked loss, rotary table, layer split: against textbook formulas in fp64."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -16,11 +17,11 @@ from torchtitan_wlb.cost.step_time import stages_of
 from torchtitan_wlb.data.micro_batch import padded_length
 from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.loss import chunked_cross_entropy
-from torchtitan_wlb.models import attention
-from torchtitan_wlb.models.attention import SDPA, select_kernel
+from torchtitan_wlb.models import kernels
+from torchtitan_wlb.models.kernels import SDPA, select_kernel
 from torchtitan_wlb.models.llama import ModelArgs, RopeScaling, Transformer, llama_configs, rotary_table
 from torchtitan_wlb.parallelisms.pipeline_llama import split_layers
-from torchtitan_wlb.parallelisms.varlen_stage import schedule_actions
+from torchtitan_wlb.parallelisms.schedules import schedule_actions
 
 
 def dense_attention(q, k, v, segments):
@@ -88,16 +89,16 @@ def test_kernels_agree(name, heads, monkeypatch):
     """One suite for all kernels: chunks, overlapping key ranges, one-token documents, unused rows."""
     device, dtype, tolerance = "cpu", torch.float32, 1e-5
     if name == "plain":  # what sdpa does on devices other than CPUs
-        monkeypatch.setattr(attention, "_cpu_part", attention._plain_part)
-        monkeypatch.setattr(attention, "_cpu_part_backward", attention._plain_part_backward)
-        monkeypatch.setattr(attention, "_ROWS", 16)
+        monkeypatch.setattr(kernels, "_cpu_part", kernels._plain_part)
+        monkeypatch.setattr(kernels, "_cpu_part_backward", kernels._plain_part_backward)
+        monkeypatch.setattr(kernels, "_ROWS", 16)
     elif name != "sdpa":
         if not torch.cuda.is_available():
             pytest.skip(f"{name} needs a CUDA device")
         if name == "flash":
             pytest.importorskip("flash_attn")
         device, dtype, tolerance = "cuda", torch.bfloat16, 2e-2
-    kernel = {"sdpa": SDPA, "plain": SDPA, "varlen": attention.VARLEN, "flash": attention.FLASH}[name]
+    kernel = {"sdpa": SDPA, "plain": SDPA, "varlen": kernels.VARLEN, "flash": kernels.FLASH}[name]
     torch.manual_seed(0)
     q, k, v, g = (
         torch.randn(n, h, 16).to(dtype) for n, h in ((90, heads[0]), (120, heads[1]), (120, heads[1]), (90, heads[0]))
@@ -124,7 +125,7 @@ def test_attention_memory_is_linear():
 
 def test_kernel_choice():
     assert select_kernel("cpu", torch.bfloat16) is SDPA
-    assert select_kernel("cuda", torch.bfloat16) is attention.VARLEN
+    assert select_kernel("cuda", torch.bfloat16) is kernels.VARLEN
     assert select_kernel("cuda", torch.float32) is SDPA
     with pytest.raises(ConfigError, match=r"model\.attention varlen needs CUDA and bf16 or fp16, not cpu"):
         select_kernel("cpu", torch.float32, "varlen")
@@ -178,12 +179,10 @@ def test_rope_scaling_keeps_high_and_stretches_low_frequencies():
     "flavor, billions", [("550M", 0.55), ("7B", 6.7), ("30B", 30), ("70B", 69), ("llama3_8B", 7.5)]
 )
 def test_flavor_sizes(flavor, billions):
-    args = llama_configs[flavor]
-    parameters = args.linear_flops_per_token(32_000) / 2 + 32_000 * args.dim
+    args = replace(llama_configs[flavor], vocab_size=32_000)
+    parameters = args.flops_per_token / 2 + 32_000 * args.dim
     assert parameters / 1e9 == pytest.approx(billions, rel=0.05)
     with torch.device("meta"):
-        from dataclasses import replace
-
         layer = Transformer(replace(args, vocab_size=128), n_ids=128, max_position=2, layers=range(1, 2))
     assert sum(p.numel() for p in layer.layers.parameters()) == args.layer_flops_per_token / 2 + 2 * args.dim
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torchtitan_wlb.config import Packing, Training
 from torchtitan_wlb.cost.cost_model import CostModel, imbalance
 from torchtitan_wlb.cost.devices import DEVICES
-from torchtitan_wlb.cost.profile import build_cost_model
+from torchtitan_wlb.cost.profile import build_cost_model, read_profile
 from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.models.llama import llama_configs
 from torchtitan_wlb.packing.baselines import Plain, PlainWhole
@@ -268,7 +268,7 @@ def test_deal_is_even_complete_and_rotates():
 
 def test_h100_cost_model_is_the_papers():
     args = replace(llama_configs["7B"], vocab_size=32_000)
-    cost = build_cost_model("", "h100", args, tp=8, cp=2)
+    cost = build_cost_model(None, "h100", args, tp=8, cp=2)
     assert 27_000 < cost.equal_length() < 29_000
     assert cost.documents(np.array([1000, 2000]))[1] > 2 * cost.documents(np.array([1000]))[0]
     assert set(DEVICES) == {"cpu", "h100", "h200"}
@@ -285,22 +285,33 @@ def test_profile_is_read_and_checked(tmp_path):
     }  # fmt: skip
     path = tmp_path / "p.json"
     path.write_text(json.dumps(profile))
-    cost = build_cost_model(str(path), "cpu", args, tp=1, cp=1)
+    cost = build_cost_model(read_profile(str(path), args, tp=1), "cpu", args, tp=1, cp=1)
     assert cost.attention(np.array([1024]))[0] == pytest.approx(4 * 3e-9 * 1024**2, rel=1e-6)
     assert cost.token_cost == pytest.approx(4 * 1e-6 + 2e-6, rel=1e-6) and cost.fixed_cost == pytest.approx(
         0.4e-3, rel=1e-6
     )
     with pytest.raises(ConfigError, match="not for this model"):
-        build_cost_model(str(path), "cpu", replace(args, dim=256), tp=1, cp=1)
-    with pytest.raises(ConfigError, match="not a profile"):
-        build_cost_model(str(tmp_path / "none.json"), "cpu", args, tp=1, cp=1)
+        read_profile(str(path), replace(args, dim=256), tp=1)
+    with pytest.raises(ConfigError, match=r"none.json: No such file"):
+        read_profile(str(tmp_path / "none.json"), args, tp=1)
+    for broken, message in (
+        (profile | {"attention": []}, r"attention: List should have at least 1 item"),
+        (
+            profile | {"linear": [{"tokens": 1, "layer_ms": -1, "head_ms": 1}] * 2},
+            r"linear.0.layer_ms: Input should be greater than 0",
+        ),
+        (profile | {"attention": profile["attention"][2:]}, r"no attention row of a whole document"),
+        ([], r"not a profile of scripts/profile_costs.py \(the whole file"),
+    ):
+        path.write_text(json.dumps(broken))
+        with pytest.raises(ConfigError, match=message):
+            read_profile(str(path), args, tp=1)
 
 
 def test_resume_settings_are_the_stored_ones():
     def resolve(n, cost=COST, **packing):
-        return resolve_settings(
-            Training(seq_len=128, global_batch_size=n), Packing(**packing), seed=0, dp=2, pp=1, cost=cost, documents="x"
-        )
+        training = Training(seq_len=128)
+        return resolve_settings(training, Packing(**packing), n=n, pp=1, seed=0, cost=cost, documents="x")
 
     stored = json.loads(json.dumps(asdict(replace(resolve(4), delay_price=0.5))))
     kept = reconcile(stored, resolve(-1, replace(COST, token_cost=7.0)), {"n", "delay_price", "cost", "thresholds"})

@@ -5,13 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_wlb.context_parallel.exchange import plan_exchange
+from torchtitan_wlb.context_parallel.exchange import shard_meta
 from torchtitan_wlb.context_parallel.load_balancer import PlanLoadBalancer
 from torchtitan_wlb.context_parallel.selection import KINDS, attention_seconds, build_plan, choose_plan, latency
 from torchtitan_wlb.context_parallel.shard_plan import per_document, per_sequence, whole
+from torchtitan_wlb.context_parallel.traffic import received_tokens
 from torchtitan_wlb.cost.devices import DEVICES
 from torchtitan_wlb.cost.kernel_cost import KernelCost, analytic_kernel_cost, measured_kernel_cost
-from torchtitan_wlb.data.micro_batch import attention_meta, padded_length
+from torchtitan_wlb.data.micro_batch import padded_length
 
 FLAT = KernelCost(1.0, 1, (1.0,), (1.0,), ((1.0,),))
 H100 = analytic_kernel_cost(DEVICES["h100"], 4 * 128 * 32 * 3.5, 2 * 2 * 4096)
@@ -108,7 +109,7 @@ def test_adaptive_takes_the_smallest_predicted_latency():
         assert seconds[choose_plan(lengths, total, 4, "adaptive", H100).kind] == min(seconds.values())
     # Many short documents stay whole; one document must be cut by document or by sequence, which is the same.
     plan = choose_plan([100] * 160, 16000, 4, "adaptive", H100)
-    assert plan.kind == "hybrid" and not plan.travels()
+    assert plan.kind == "hybrid" and not received_tokens(plan).any()
 
 
 def test_hybrid_cuts_only_the_long_documents():
@@ -128,45 +129,51 @@ def test_exchange_brings_every_key_that_is_needed_and_no_other(case, kind):
     total = padded_length(sum(lengths), cp, 1, 16)
     plan = build_plan(kind, lengths, total, cp, H100)
     shards = [plan.token_index(r) for r in range(cp)]
-    parts = [plan_exchange(plan, r) for r in range(cp)]
-    for rank, x in enumerate(parts):
+    metas = [shard_meta(plan, r) for r in range(cp)]
+    travels = received_tokens(plan).any()
+    assert all((m.exchange is not None) == travels for m in metas)
+    if not travels:
+        for rank, meta in enumerate(metas):
+            local = {(q0, q1): shards[rank][k0:k1].tolist() for q0, q1, k0, k1 in meta.segments}
+            assert local == {(s[0], s[1]): list(range(s[2], s[3])) for s in plan.segments(rank).tolist()}
+        return
+    parts = [m.exchange for m in metas]
+    for rank, (meta, x) in enumerate(zip(metas, parts)):
         chunks = [
-            np.split(shards[s][parts[s].send_index], np.cumsum(parts[s].send_splits)[:-1])[rank] for s in range(cp)
+            np.split(shards[s][parts[s].send_index.numpy()], np.cumsum(parts[s].send_splits)[:-1])[rank]
+            for s in range(cp)
         ]
-        assert [len(c) for c in chunks] == x.recv_splits.tolist() and x.recv_splits[rank] == x.send_splits[rank] == 0
+        assert [len(c) for c in chunks] == x.recv_splits and x.recv_splits[rank] == x.send_splits[rank] == 0
         remote = np.full(x.n_remote, -1)
-        remote[x.recv_position] = np.concatenate(chunks)
-        remote[x.own_position] = shards[rank][x.own_index]
+        remote[x.recv_position.numpy()] = np.concatenate(chunks)
+        remote[x.own_position.numpy()] = shards[rank][x.own_index.numpy()]
         assert (remote >= 0).all() and len(set(remote.tolist())) == len(remote)
         wanted = {(s[0], s[1]): (s[2], s[3]) for s in plan.segments(rank).tolist()}
-        for keys, segments in ((shards[rank], x.local), (remote, x.remote)):
-            for q0, q1, k0, k1 in segments.tolist():
+        for keys, segments in ((shards[rank], meta.segments), (remote, x.segments)):
+            for q0, q1, k0, k1 in segments:
                 first, last = wanted.pop((q0, q1))
                 assert np.array_equal(keys[k0:k1], np.arange(first, last))
         assert not wanted
         needed = {t for _, _, a, b in plan.segments(rank).tolist() for t in range(a, b)} - set(shards[rank].tolist())
         assert needed == set(np.concatenate(chunks).tolist())
-    assert plan.travels() == any(x.n_remote for x in parts)
 
 
 def test_whole_documents_do_not_travel():
     plan = build_plan("hybrid", [512] * 32, 16384, 4, H100)
-    assert not plan.travels() and attention_meta(plan, 0).exchange is None
+    assert shard_meta(plan, 0).exchange is None
     plan = build_plan("hybrid", [12000, *[500] * 8], 16384, 4, H100)
-    received = np.mean([plan_exchange(plan, r).recv_splits.sum() for r in range(4)])
-    assert received < 0.75 * 12000 and plan.travels()
+    received = np.mean([sum(shard_meta(plan, r).exchange.recv_splits) for r in range(4)])
+    assert 0 < received == received_tokens(plan).mean() < 0.75 * 12000
 
 
 def test_kernel_cost():
     assert FLAT.seconds(np.array([3]), np.array([5])).tolist() == [3 * 4]  # queries see 3, 4 and 5 keys
     one, tile, two = H100.seconds(np.array([1, 128, 129]), np.array([4096, 4096, 4096]))
     assert one == pytest.approx(tile, rel=0.02) and two > 1.9 * tile
-    rows = [
-        {"q": q, "k": k, "forward_ms": q * k * 1e-3, "backward_ms": 0.0} for q, k in ((64, 64), (64, 256), (256, 256))
-    ]
+    rows = [(q, k, q * k * 1e-6) for q, k in ((64, 64), (64, 256), (256, 256))]
     measured = measured_kernel_cost(rows, 1.0, 0.0, 0.0)
-    for r in rows:
-        assert measured.seconds(np.array([r["q"]]), np.array([r["k"]]))[0] == pytest.approx(r["forward_ms"] * 1e-3)
+    for q, k, seconds in rows:
+        assert measured.seconds(np.array([q]), np.array([k]))[0] == pytest.approx(seconds)
     between = measured.seconds(np.array([128]), np.array([256]))[0]
     assert 64 * 256e-6 < between < 256 * 256e-6
 
@@ -181,7 +188,7 @@ def test_planning_is_fast():
         seconds = []
         for _ in range(5):
             began = time.perf_counter()
-            attention_meta(choose_plan(lengths, total, 16, "adaptive", H100), 3)
+            shard_meta(choose_plan(lengths, total, 16, "adaptive", H100), 3)
             seconds.append(time.perf_counter() - began)
         assert min(seconds) < limit, seconds
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from torchtitan_wlb.cost.step_time import KINDS, StageCosts, StepModel, without_pipelining
-from torchtitan_wlb.parallelisms.parallel_dims import count_stages, schedule_problem
-from torchtitan_wlb.parallelisms.varlen_stage import schedule_actions
+from torchtitan_wlb.parallelisms.schedules import count_stages, schedule_actions, schedule_problem
 
 SCHEDULES = [
     ("GPipe", 1),

@@ -8,18 +8,14 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtitan_wlb.config import LRScheduler, Metrics, Optimizer
-from torchtitan_wlb.metrics import MetricLogger, peak_flops, training_flops
+from torchtitan_wlb.metrics import MetricLogger, peak_flops
 from torchtitan_wlb.models.llama import ModelArgs
-from torchtitan_wlb.optimizer import Optimizers, lr_factor
-from torchtitan_wlb.parallelisms import distributed
-from torchtitan_wlb.parallelisms.distributed import (
-    check_agreement,
-    clip_grad_norm,
-    gather_step,
-    measured_imbalance,
-    read_steps,
-)
+from torchtitan_wlb.optimizer import build_optimizers, lr_factor
+from torchtitan_wlb.parallelisms import step_sums
+from torchtitan_wlb.parallelisms.distributed import check_agreement
+from torchtitan_wlb.parallelisms.gradients import clip_grad_norm
 from torchtitan_wlb.parallelisms.parallel_dims import ParallelDims
+from torchtitan_wlb.parallelisms.step_sums import gather_step, measured_imbalance, read_steps
 from torchtitan_wlb.profiling import MicroBatchClock
 
 
@@ -43,11 +39,16 @@ def test_learning_rate(decay, ratio, expected):
     c = LRScheduler(warmup_steps=2, decay_type=decay, decay_ratio=ratio, min_lr_factor=0.1)
     assert {s: lr_factor(s, 10, c) for s in expected} == pytest.approx(expected)
     assert lr_factor(1, 10, LRScheduler(warmup_steps=0)) < 1
+    # A shorter or longer run keeps its rates if the schedule has steps of its own.
+    own = c.model_copy(update={"steps": 10})
+    assert [lr_factor(s, n, own) for s, n in ((6, 7), (6, 100), (11, 100))] == pytest.approx(
+        [lr_factor(6, 10, c), lr_factor(6, 10, c), 0.1]
+    )
 
 
 def test_only_matrices_decay():
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.RMSNorm(2))
-    optimizers = Optimizers([model], Optimizer(name="SGD", lr=1.0, weight_decay=0.5))
+    optimizers = build_optimizers([model], Optimizer(name="SGD", lr=1.0, weight_decay=0.5))
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     matrix = model[0].weight.detach().clone()
@@ -60,7 +61,7 @@ def test_only_matrices_decay():
 def test_flops_count_documents():
     args = ModelArgs(dim=8, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=16, vocab_size=128)
     per_token = 2 * (2 * (8 * 8 + 8 * 4 + 8 * 4 + 8 * 8) + 2 * 3 * 8 * 16) + 2 * 8 * 128
-    assert training_flops(args, tokens=10, attended_pairs=7) == 3 * (10 * per_token + 7 * 2 * 4 * 8)
+    assert args.training_flops(tokens=10, attended_pairs=7) == 3 * (10 * per_token + 7 * 2 * 4 * 8)
     assert peak_flops("NVIDIA H200") == 989e12 and peak_flops("cpu") is None
 
 
@@ -98,7 +99,7 @@ def test_measured_imbalance_adds_stages_and_takes_the_slowest_of_those_who_share
     dims = ParallelDims(dp_replicate=1, dp_shard=2, cp=2, tp=1, pp=2)
     # [pp, dp, cp, M]: micro-batches of the two data-parallel ranks take (2 + 1, 1 + 1) and (1 + 1, 1 + 5) seconds
     table = torch.tensor([[[[2.0, 1], [1, 1]], [[1, 1], [1, 0.5]]], [[[1, 1], [1, 0]], [[1, 5], [1, 1]]]])
-    monkeypatch.setattr(distributed, "all_gather", lambda out, _: out.copy_(table.flatten()))
+    monkeypatch.setattr(step_sums, "all_gather", lambda out, _: out.copy_(table.flatten()))
     measured = measured_imbalance([0.0, 0.0], dims, torch.device("cpu"))
     assert measured == pytest.approx(6 / ((3 + 2 + 2 + 6) / 4))
 

@@ -19,7 +19,6 @@ from torchtitan_wlb.cost.model_shape import ModelShape
 from torchtitan_wlb.loss import chunked_cross_entropy
 from torchtitan_wlb.models.attention import AttentionMeta, PackedAttention
 from torchtitan_wlb.models.kernels import SDPA, Kernel
-from torchtitan_wlb.models.norm import RMSNorm
 
 
 @dataclass(frozen=True)
@@ -118,9 +117,9 @@ class FeedForward(nn.Module):
 class TransformerBlock(nn.Module):
     def __init__(self, args: ModelArgs, kernel: Kernel = SDPA):
         super().__init__()
-        self.attention_norm = RMSNorm(args.dim, args.norm_eps)
+        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.attention = SelfAttention(args, kernel)
-        self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
+        self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.feed_forward = FeedForward(args)
 
     def forward(self, x: torch.Tensor, rope: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
@@ -173,7 +172,7 @@ class Transformer(nn.Module):
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim) if 0 in layers else None
         self.layers = nn.ModuleDict({str(i): TransformerBlock(args, kernel) for i in layers})
         is_last = args.n_layers - 1 in layers
-        self.norm = RMSNorm(args.dim, args.norm_eps) if is_last else None
+        self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps) if is_last else None
         self.output = LossHead(args.dim, args.vocab_size, n_ids, loss_chunk) if is_last else None
         self.register_buffer("rope", torch.empty(max_position, args.head_dim // 2, 2), persistent=False)
 

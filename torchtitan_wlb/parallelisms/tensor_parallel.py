@@ -24,7 +24,6 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from torchtitan_wlb.loss import chunked_cross_entropy
 from torchtitan_wlb.models.llama import LossHead
-from torchtitan_wlb.models.norm import RMSNorm, rms_norm
 from torchtitan_wlb.torch_private import all_gather, reduce_scatter, wait_tensor
 
 
@@ -90,9 +89,9 @@ class _HeadLinear(nn.Linear):
         return F.linear(x, _local(self.weight, Partial())[self.rows])
 
 
-class _TokenNorm(RMSNorm):
+class _TokenNorm(nn.RMSNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, _local(self.weight, Partial()), self.eps)
+        return F.rms_norm(x, self.normalized_shape, _local(self.weight, Partial()), self.eps)
 
 
 class _VocabEmbedding(nn.Embedding):
