@@ -70,7 +70,7 @@ def load_config(argv: list[str]) -> JobConfig:
 
     Args:
         argv: words as in sys.argv[1:]; `--section.key value`, `--section.key=value`, several values for tuple fields,
-            a bare `--section.flag` for true.
+            a bare `--section.flag` for true. Of a flag given twice the later value counts, and both are checked.
 
     Raises:
         ConfigError: file missing or not TOML, unknown section or key, wrong type, value out of range.
@@ -115,9 +115,6 @@ def _parse_flags(argv: list[str], problems: list[str]) -> dict[str, dict[str, An
                 values.append(words.pop(0))
         if declared is None:
             problems.append(f"--{name}: {_unknown(section, key)}")
-            continue
-        if key in flags.get(section, {}):
-            problems.append(f"--{name} is given twice")
             continue
         if not values and declared is bool:
             values = ["true"]

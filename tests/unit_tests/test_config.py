@@ -62,7 +62,6 @@ BAD = [
     (["--trainig.seq_len", "4096"], 4, r"no section 'trainig'; nearest: training"),
     (["--training.steps", "many"], 4, r"--training.steps many: input should be a valid integer"),
     (["--training.steps", "many", "--training.steps", "7"], 4, r"--training.steps many: input should be a valid integer"),
-    (["--training.steps", "5", "--training.steps", "7"], 4, r"--training.steps is given twice"),
     (["--packing.strategy", "best"], 4, r"packing.strategy best: input should be 'plain', 'plain_whole', 'fixed', 'fixed_solver', 'wlb_paper' or 'wlb'"),
     (["--packing.max_len_factor", "0.5"], 4, r"max_len_factor 0.5: input should be greater than or equal to 1"),
     (["--packing.outlier_thresholds", "900", "300"], 4, r"outlier_thresholds 900 300: must rise and lie in 1..4096"),

@@ -10,7 +10,8 @@ from torchtitan_wlb.cost.cost_model import CostModel
 from torchtitan_wlb.cost.devices import DEVICES
 from torchtitan_wlb.cost.kernel_cost import analytic_kernel_cost
 from torchtitan_wlb.cost.step_time import without_pipelining
-from torchtitan_wlb.data.documents import Documents, SourceSpec, apply_length_policy
+from torchtitan_wlb.data.documents import Documents
+from torchtitan_wlb.data.prepare import SourceSpec, apply_length_policy
 from torchtitan_wlb.data.sources import read_functions, synthetic_lengths
 from torchtitan_wlb.data.step_builder import Layout, StepBuilder
 from torchtitan_wlb.data.tokenizer import Tokenizer

@@ -39,6 +39,7 @@ class _ExchangedAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, meta: ShardMeta, kernel: Kernel, group, recompute_kv: bool):
         ctx.meta, ctx.kernel, ctx.group = meta, kernel, group
         x = meta.exchange
+        assert x is not None
         kv = torch.stack([k, v], dim=1)
         received, _sent, work = _start(kv, x, group)
         out, lse = kernel.forward(q, k, v, meta.segments)

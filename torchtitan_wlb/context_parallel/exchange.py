@@ -7,6 +7,7 @@ remote keys [R]: for every document with a later chunk here its keys [0, need), 
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,8 +40,8 @@ class Exchange:
     own_position: torch.Tensor
 
     def map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Exchange":
-        names = ("send_index", "recv_position", "own_index", "own_position")
-        return replace(self, **{k: move(getattr(self, k)) for k in names})
+        moved: Any = {k: move(x) for k, x in vars(self).items() if isinstance(x, torch.Tensor)}
+        return replace(self, **moved)
 
 
 @dataclass

@@ -4,12 +4,13 @@ WLB-LLM leaves the mix inside one micro-batch open (§8). Cutting makes chunks s
 travel; keeping documents whole makes ranks unequal. So:
 
 1. A document is cut over r = 1, 2, 4 ... CP ranks, into 2 r chunks, early ones paired with late ones: r pieces of equal
-   work. r is the least for which a piece costs at most `grain` of the average rank.
-2. Pieces go, dearest first, to the ranks that are then lightest and have room. Every rank must end with T / CP tokens,
-   and a token costs at least what it costs in a short document, so what counts is work beyond that: LPT on
-   cost - base x tokens.
-3. What finds no room whole is cut where a rank is full: equal token counts demand it. Padding fills the rest.
-4. The grain is searched: the plan with the smallest predicted maximum over ranks wins.
+   work. r is the least number for which a piece costs at most `grain` times the mean work of a rank.
+2. Pieces are placed one by one on the rank with least work that has room for their tokens, the hardest to place first.
+   Every rank must end with T / CP tokens, so tokens that cost no more than those of short documents make no difference
+   between ranks: what counts for "least" and "hardest" is the work beyond that, cost - base x tokens.
+3. A document that finds no room in its pieces is cut where a rank is full: equal token counts demand it. Padding fills
+   the rest.
+4. Several grains are tried: the plan with the smallest predicted maximum over ranks wins.
 """
 
 import heapq
@@ -20,7 +21,7 @@ from torchtitan_wlb.context_parallel.shard_plan import ShardPlan, assemble, pair
 from torchtitan_wlb.cost.kernel_cost import KernelCost
 
 _GRAINS = (2.0, 1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05, 0.03, 0.0)
-_GOOD_ENOUGH = 0.002  # no finer cut is tried once its average rank alone would come so close to the best plan
+_GOOD_ENOUGH = 0.002  # a finer grain is not tried if even perfect balance would gain less than this share
 
 Chunk = tuple[int, int, int]
 

@@ -6,6 +6,7 @@ T: padded tokens of the micro-batch. Tensors are [1, T/CP] in the local order of
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,7 +44,7 @@ class MicroBatch:
         return self._map(torch.Tensor.pin_memory)
 
     def _map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":
-        moved = {k: move(getattr(self, k)) for k in ("tokens", "labels", "positions")}
+        moved: Any = {k: move(x) for k, x in vars(self).items() if isinstance(x, torch.Tensor)}
         return replace(self, attention=self.attention.map(move), **moved)
 
 

@@ -4,19 +4,19 @@ from collections.abc import Callable
 
 import numpy as np
 
-from torchtitan_wlb.packing.packer import Arrivals, Packed
-from torchtitan_wlb.packing.spans import NONE, START, STOP, as_spans, group, lengths, longest_first
+from torchtitan_wlb.packing.packer import Arrivals, Packed, Packer
+from torchtitan_wlb.packing.spans import NONE, START, STOP, group, lengths, longest_first
 
 
-class Plain:
+class Plain(Packer):
     """Concatenate documents in order of arrival and cut at the context window (the paper's Plain-4D)."""
 
     def __init__(self, n: int, seq_len: int):
         self.n, self.seq_len = n, seq_len
-        self.carry = NONE
+        self.kept = [NONE]
 
     def pack(self, arrivals: Arrivals) -> Packed:
-        stream = np.concatenate([self.carry, arrivals.due()])
+        stream = np.concatenate([*self.kept, arrivals.due()])
         stop = np.cumsum(lengths(stream))
         start = stop - lengths(stream)
         # Cut points: where a document ends, and every window.
@@ -28,25 +28,17 @@ class Plain:
         pieces[:, START] += first - start[document]
         pieces[:, STOP] = pieces[:, START] + cuts - first
         window = first // self.seq_len
-        self.carry = pieces[window >= self.n]
+        self.kept = [pieces[window >= self.n]]
         return group(pieces[window < self.n], window[window < self.n], self.n)
 
-    def waiting(self) -> np.ndarray:
-        return self.carry
 
-    def state(self):
-        return [self.carry.tolist()]
-
-    def restore(self, state) -> None:
-        self.carry = as_spans(state[0])
-
-
-class PlainWhole:
+class PlainWhole(Packer):
     """Keep documents whole: next fit into windows of fixed length, the tail is padded. What does not fit is drawn next
     time."""
 
     def __init__(self, n: int, seq_len: int):
         self.n, self.seq_len = n, seq_len
+        self.kept = []
 
     def pack(self, arrivals: Arrivals) -> Packed:
         shown = arrivals.peek(self.n * self.seq_len)
@@ -61,17 +53,8 @@ class PlainWhole:
             room -= length
         return group(arrivals.draw(shown[: len(where)]), np.array(where, dtype=np.int64), self.n)
 
-    def waiting(self) -> np.ndarray:
-        return NONE
 
-    def state(self):
-        return []
-
-    def restore(self, state) -> None:
-        pass
-
-
-class Fixed:
+class Fixed(Packer):
     """Repack the documents of `window` global batches into sequences of fixed length that are even in sum d²
     (Fixed-4D).
 
@@ -82,26 +65,16 @@ class Fixed:
 
     def __init__(self, n: int, seq_len: int, window: int, assign: Callable):
         self.n, self.seq_len, self.window, self.assign = n, seq_len, window, assign
-        self.carry = NONE
-        self.planned: list[np.ndarray] = []  # micro-batches of the steps to come
+        self.kept = [NONE]  # what did not fit, then the micro-batches of the steps to come
 
     def pack(self, arrivals: Arrivals) -> Packed:
-        if not self.planned:
+        carry, *planned = self.kept
+        if not planned:
             bins = self.window * self.n
-            drawn = arrivals.take(bins * self.seq_len - int(lengths(self.carry).sum()))
-            spans = longest_first(np.concatenate([self.carry, drawn]))
+            drawn = arrivals.take(bins * self.seq_len - int(lengths(carry).sum()))
+            spans = longest_first(np.concatenate([carry, drawn]))
             tokens = lengths(spans)
             where = np.asarray(self.assign(tokens.astype(float) ** 2, tokens, bins, self.seq_len))
-            self.carry = spans[where < 0]
-            self.planned = [spans[where == b] for b in range(bins)]
-        now, self.planned = self.planned[: self.n], self.planned[self.n :]
+            carry, planned = spans[where < 0], [spans[where == b] for b in range(bins)]
+        now, self.kept = planned[: self.n], [carry, *planned[self.n :]]
         return np.concatenate([NONE, *now]), np.cumsum([0, *map(len, now)])
-
-    def waiting(self) -> np.ndarray:
-        return np.concatenate([self.carry, *self.planned])
-
-    def state(self):
-        return [self.carry.tolist(), *(mb.tolist() for mb in self.planned)]
-
-    def restore(self, state) -> None:
-        self.carry, *self.planned = map(as_spans, state)

@@ -6,8 +6,10 @@ import numpy as np
 
 
 def spread(weights: np.ndarray, tokens: np.ndarray, bins: int, capacity: int | np.ndarray) -> np.ndarray:
-    """Greedy: every document, in the given order, to the lightest bin; one that has no room for it gets no more
-    documents until all others have been dealt, then what is left goes where most room is.
+    """Put every document, in the given order, into the lightest bin.
+
+    A bin that has no room for the document it should get is full: it gets none of the documents after it either. Those
+    for which no bin is left are tried again at the end, each in the bin that then has most room.
 
     Args:
         weights: [k] work of the documents. tokens: [k].
@@ -43,8 +45,7 @@ def spread(weights: np.ndarray, tokens: np.ndarray, bins: int, capacity: int | n
 def deal(work: list[float], dp: int, step: int, sort: bool) -> list[list[int]]:
     """Which micro-batches each data-parallel rank trains, in order: dp lists of N / dp indices.
 
-    With sort, longest first to the rank with least work that has room, so that ranks are even. Ties and the order
-    inside a
+    With sort, most work first, to the rank with least work so far, so that ranks are even. Ties and the order inside a
     rank rotate with the step: no rank and no pipeline slot always gets the largest. Without sort (plain), in order.
     """
     m = len(work) // dp

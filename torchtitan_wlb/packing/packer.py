@@ -1,15 +1,13 @@
 """What a packer is: it takes what it needs from a step's arrivals and returns N micro-batches. No torch; equal on all
 ranks.
 
-What a packer keeps back it shows in `waiting()` and in its state. Nothing is lost: arrived = packed + waiting, at every
-step. After the data has ended it drains.
+Nothing is lost: arrived = packed + waiting, at every step. After the data has ended a packer drains.
 """
-
-from typing import Protocol
 
 import numpy as np
 
 from torchtitan_wlb.packing.document_order import DocumentOrder
+from torchtitan_wlb.packing.spans import NONE, as_spans
 
 Packed = tuple[np.ndarray, np.ndarray]  # (spans [k, 4], bounds [N + 1])
 
@@ -52,17 +50,26 @@ class Arrivals:
         return self._order.exhausted
 
 
-class Packer(Protocol):
+class Packer:
+    """Base of all packers.
+
+    Attributes:
+        kept: spans kept for later steps, in as many arrays as the packer likes, [k, 4] each. Its whole state.
+    """
+
+    kept: list[np.ndarray]
+
     def pack(self, arrivals: Arrivals) -> Packed:
         """The N micro-batches of a step."""
-        ...
+        raise NotImplementedError
 
     def waiting(self) -> np.ndarray:
-        """Spans kept for later steps, [k, 4]."""
-        ...
+        """All spans kept, [k, 4]."""
+        return np.concatenate([NONE, *self.kept])
 
-    def state(self) -> list[list[list[int]]]:
-        """Lists of spans from which `restore` goes on exactly."""
-        ...
+    def state(self) -> list:
+        """JSON from which `restore` goes on exactly."""
+        return [spans.tolist() for spans in self.kept]
 
-    def restore(self, state: list[list[list[int]]]) -> None: ...
+    def restore(self, state: list) -> None:
+        self.kept = [as_spans(rows) for rows in state]

@@ -21,8 +21,8 @@ import numpy as np
 
 from torchtitan_wlb.cost.cost_model import CostModel
 from torchtitan_wlb.packing.greedy import spread
-from torchtitan_wlb.packing.packer import Arrivals, Packed
-from torchtitan_wlb.packing.spans import ARRIVAL, NONE, as_spans, group, lengths, longest_first
+from torchtitan_wlb.packing.packer import Arrivals, Packed, Packer
+from torchtitan_wlb.packing.spans import ARRIVAL, NONE, group, lengths, longest_first
 
 _LONG = 1 / 3  # of an average micro-batch's work: longer documents go through the pool
 _AGE_WEIGHT = 0.5  # a step more of age makes ending the wait worth half as much again
@@ -31,7 +31,7 @@ _MAX_CANDIDATES = 256  # runs evaluated a step, about
 _MAX_COLUMNS = 128  # micro-batches on which they are evaluated
 
 
-class WLB:
+class WLB(Packer):
     """Workload-balanced packing.
 
     Args:
@@ -56,7 +56,7 @@ class WLB:
     ):
         self.n, self.seq_len, self.capacity, self.cost, self.in_flight = n, seq_len, capacity, cost, in_flight
         self.max_delay, self.delay_price = max_delay, delay_price
-        self.pool, self.left_over = NONE, NONE
+        self.kept = [NONE, NONE]  # the pool, and what was left over
         self.seen = [0.0, 0]  # work and tokens drawn so far, for the average micro-batch
 
     def pack(self, arrivals: Arrivals) -> Packed:
@@ -64,27 +64,27 @@ class WLB:
         work = self.cost.documents(lengths(drawn))
         self.seen = [self.seen[0] + float(work.sum()), self.seen[1] + int(lengths(drawn).sum())]
         is_long = work > _LONG * self.seen[0] / max(1, self.seen[1]) * self.seq_len
-        self.pool = longest_first(np.concatenate([self.pool, drawn[is_long]]))
+        pool, left_over = self.kept
+        pool = longest_first(np.concatenate([pool, drawn[is_long]]))
         # Whoever was left over goes first, so that nobody is left over again and again.
-        short = np.concatenate([self.left_over, longest_first(drawn[~is_long])])
-        leaving = self._release(short, arrivals.step, everything=arrivals.ended)
-        spans = np.concatenate([self.pool[leaving], short])
-        self.pool = self.pool[~leaving]
+        short = np.concatenate([left_over, longest_first(drawn[~is_long])])
+        leaving = self._release(pool, short, arrivals.step, everything=arrivals.ended)
+        spans = np.concatenate([pool[leaving], short])
         where = self._place(spans, int(leaving.sum()))
-        self.left_over = longest_first(spans[where < 0])
+        self.kept = [pool[~leaving], longest_first(spans[where < 0])]
         return group(spans[where >= 0], where[where >= 0], self.n)
 
-    def _release(self, short: np.ndarray, step: int, everything: bool) -> np.ndarray:
+    def _release(self, pool: np.ndarray, short: np.ndarray, step: int, everything: bool) -> np.ndarray:
         """Which documents of the pool leave, bool [pool]."""
-        age = step - self.pool[:, ARRIVAL]
+        age = step - pool[:, ARRIVAL]
         overdue = age >= self.max_delay
-        if everything or not len(self.pool):
-            return np.ones(len(self.pool), dtype=bool)
+        if everything or not len(pool):
+            return np.ones(len(pool), dtype=bool)
         # Many micro-batches: every g-th document of the sorted pool stands for its neighbours, on n / g micro-batches.
         g = max(1, self.n // _MAX_COLUMNS)
-        size = len(self.pool)
+        size = len(pool)
         n, sample = self.n // g, np.minimum(np.arange(g // 2, size + g // 2, g), size - 1)
-        tokens = lengths(self.pool)[sample]
+        tokens = lengths(pool)[sample]
         run = _runs(len(tokens), n)
         # One document at its age limit is enough to set the maximum, so it must show in its group.
         leaving = run | np.logical_or.reduceat(overdue, np.arange(0, size, g))
@@ -128,14 +128,12 @@ class WLB:
             capacity = _caps(held, self.capacity, self.in_flight)[0].astype(np.int64) if fits[0] else limit
         return spread(work, tokens, self.n, capacity)
 
-    def waiting(self) -> np.ndarray:
-        return np.concatenate([self.pool, self.left_over])
-
     def state(self):
-        return [self.pool.tolist(), self.left_over.tolist(), self.seen]
+        return [*super().state(), self.seen]
 
     def restore(self, state) -> None:
-        self.pool, self.left_over, self.seen = as_spans(state[0]), as_spans(state[1]), list(state[2])
+        super().restore(state[:2])
+        self.seen = list(state[2])
 
 
 def _runs(size: int, n: int) -> np.ndarray:

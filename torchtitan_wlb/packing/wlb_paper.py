@@ -3,11 +3,11 @@
 import numpy as np
 
 from torchtitan_wlb.cost.cost_model import CostModel
-from torchtitan_wlb.packing.packer import Arrivals, Packed
-from torchtitan_wlb.packing.spans import NONE, as_spans, group, lengths, longest_first
+from torchtitan_wlb.packing.packer import Arrivals, Packed, Packer
+from torchtitan_wlb.packing.spans import NONE, group, lengths, longest_first
 
 
-class WLBPaper:
+class WLBPaper(Packer):
     """Algorithm 1 of WLB-LLM (§4.3): variable length, outlier queues, left-overs first.
 
     A document with L_i <= length < L_(i+1) waits in queue i, first in first out; a queue that holds n releases n
@@ -21,21 +21,21 @@ class WLBPaper:
 
     def __init__(self, n: int, capacity: int, thresholds: tuple[int, ...], cost: CostModel):
         self.n, self.capacity, self.thresholds, self.cost = n, capacity, thresholds, cost
-        self.queues = [NONE] * len(thresholds)
-        self.left_over = NONE
+        self.kept = [NONE] * (len(thresholds) + 1)  # the queues, then what was left over
 
     def pack(self, arrivals: Arrivals) -> Packed:
+        *queues, left_over = self.kept
         drawn = arrivals.due()
         level = np.searchsorted(self.thresholds, lengths(drawn), side="right") - 1
         new = [drawn[level < 0]]
-        for i, queue in enumerate(self.queues):
+        for i, queue in enumerate(queues):
             queue = np.concatenate([queue, drawn[level == i]])
             leaving = self.n if len(queue) >= self.n or arrivals.ended else 0
             new.append(queue[:leaving])
-            self.queues[i] = queue[leaving:]
-        spans = np.concatenate([self.left_over, longest_first(np.concatenate(new))])
+            queues[i] = queue[leaving:]
+        spans = np.concatenate([left_over, longest_first(np.concatenate(new))])
         where = self._place(spans)
-        self.left_over = spans[where < 0]
+        self.kept = [*queues, spans[where < 0]]
         return group(spans[where >= 0], where[where >= 0], self.n)
 
     def _place(self, spans: np.ndarray) -> np.ndarray:
@@ -51,12 +51,3 @@ class WLBPaper:
                     tokens[b] += length
                     break
         return where
-
-    def waiting(self) -> np.ndarray:
-        return np.concatenate([*self.queues, self.left_over])
-
-    def state(self):
-        return [*(q.tolist() for q in self.queues), self.left_over.tolist()]
-
-    def restore(self, state) -> None:
-        *self.queues, self.left_over = map(as_spans, state)

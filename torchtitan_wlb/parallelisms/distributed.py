@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-from torchtitan_wlb.torch_private import set_timeout
+from torchtitan_wlb import torch_private
 
 
 def select_device() -> torch.device:
@@ -43,6 +43,7 @@ def set_timeouts(seconds: int, groups: Iterable[dist.ProcessGroup]) -> None:
     """Shorten the time limit of the default group and others, after the slow first step. Barrier first: no collective
     may be under way."""
     dist.barrier()
+    set_timeout = getattr(dist, "set_timeout", None) or torch_private.set_timeout
     for group in {None, *groups}:
         set_timeout(datetime.timedelta(seconds=seconds), group)
 

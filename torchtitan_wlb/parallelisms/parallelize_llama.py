@@ -6,6 +6,8 @@ compiled, and FSDP2 comes last because it takes parameters as they then are. FSD
 one rank: one code path for precision, gradient reduction and checkpoints.
 """
 
+from functools import partial
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -162,13 +164,13 @@ def apply_fsdp(
     # Inputs keep their types: activations have the parameters' already, and the rotary table stays fp32.
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
-    how = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
+    shard = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
     for block in model.layers.values():
-        fully_shard(block, **how, reshard_after_forward=reshard_after_forward)
+        shard(block, reshard_after_forward=reshard_after_forward)
     if model.output is not None:
         # Needed again at once in backward: never resharded in between.
-        fully_shard(model.output, **how, reshard_after_forward=False)
-    fully_shard(model, **how, reshard_after_forward=reshard_after_forward)
+        shard(model.output, reshard_after_forward=False)
+    shard(model, reshard_after_forward=reshard_after_forward)
     for module in model.modules():
         if hasattr(module, "set_gradient_divide_factor"):
             # gloo has no pre-multiplied sum, so the factor of 1 needs the plain sum.

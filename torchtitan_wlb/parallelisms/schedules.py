@@ -61,9 +61,9 @@ def schedule_actions(
         schedule: name of a torch.distributed.pipelining schedule.
         pp, m: pipeline ranks and micro-batches, legal for the schedule (schedule_problem).
         stages_per_rank: of the looped schedules.
-        split: let the schedule split backward into I and W. Not with activation checkpointing: torch runs W as a
-            backward of its own for every weight, each of which would run the forward of the block again (a step took
-            2.3 times as long). Then a whole backward stands in the place of I.
+        split: let the schedule split backward into I and W; else a whole backward stands in the place of I. Not to be
+            used with activation checkpointing: torch computes W by one backward for every weight, and each would run
+            the forward of the block again (a step took 2.3 times as long).
     """
     if schedule in ("GPipe", "1F1B") or pp == 1:
         return [_one_stage_actions(schedule, pp, rank, m) for rank in range(pp)]

@@ -143,7 +143,7 @@ class VarlenSchedule(PipelineScheduleRuntime):
                 for rank, each in enumerate(actions)
             }
         )
-        self._training = self.pipeline_order_with_comms
+        self._training: dict[int, list] = self.pipeline_order_with_comms  # type: ignore[has-type]
         self._evaluation = {
             rank: [a for a in each if a.computation_type in _FORWARD_HALF] for rank, each in self._training.items()
         }

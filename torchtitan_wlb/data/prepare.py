@@ -1,0 +1,206 @@
+"""From a source to memory-mapped files in the cache, once.
+
+1. Text is tokenised, with several processes and a progress bar, into Arrow files (one process of a machine works, the
+   others wait on a file lock, no collective involved).
+2. The policy for long documents is applied to the lengths: a table of documents (row, start, stop, targets).
+"""
+
+import hashlib
+import inspect
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from filelock import FileLock
+
+from torchtitan_wlb.data.sources import SOURCES, source_identity, synthetic_lengths
+from torchtitan_wlb.data.token_store import ArrowTokens, FlatTokens, SyntheticTokens
+from torchtitan_wlb.data.tokenizer import Tokenizer
+from torchtitan_wlb.errors import ConfigError
+from torchtitan_wlb.logger import logger
+
+START, STOP = 1, 2  # rows of a document table: row, start, stop, targets
+
+
+@dataclass(frozen=True)
+class SourceSpec:
+    """What to prepare: one source and everything its documents depend on."""
+
+    name: str
+    path: str
+    column: str
+    loss_mask_column: str
+    seq_len: int
+    long_documents: str
+
+
+def prepare(spec: SourceSpec, tokenizer: Tokenizer, cache: str, num_proc: int = 1) -> tuple[Path, Path]:
+    """Make sure that a source is tokenised and its document table exists.
+
+    Returns:
+        (token folder, table file) in the cache; the table file has a JSON twin with the counts of the policy.
+
+    Raises:
+        ConfigError: no file, no such column, no document left.
+    """
+    text_only = tokenizer.fingerprint if SOURCES[spec.name].kind == "text" else ""
+    reader = SOURCES[spec.name].read
+    code = inspect.getsource(reader) if reader else ""  # what a built-in reader calls a document may change
+    identity = f"{code} {source_identity(spec.name, spec.path)} {spec.column} {spec.loss_mask_column} {text_only}"
+    folder = Path(cache) / f"{spec.name}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    table = folder / f"documents-{spec.long_documents}-{spec.seq_len}.npy"
+    if not table.exists():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--training.dataset_cache {cache}: {error.strerror}") from error
+        with FileLock(folder / "lock"):
+            try:
+                _prepare_tokens(spec, tokenizer, folder, num_proc)
+                if not table.exists():
+                    _prepare_table(spec, folder, table)
+            except ConfigError:
+                raise
+            except Exception as error:  # whatever a reader says of a file that is not what it should be
+                cause = error.__cause__ or error
+                raise ConfigError(
+                    f"--training.dataset {spec.name}, --training.dataset_path {spec.path or '(none)'} cannot be read: "
+                    f"{type(cause).__name__}: {str(cause)[:500]}"
+                ) from error
+    return folder, table
+
+
+def _prepare_tokens(spec: SourceSpec, tokenizer: Tokenizer, folder: Path, num_proc: int) -> None:
+    done = folder / "tokens"
+    is_flat = spec.name == "tokens" and spec.path.endswith(".bin")
+    if done.exists() or SOURCES[spec.name].kind == "lengths" or is_flat:
+        return
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    logger.info(f"Tokenising {spec.name} {spec.path} (once; cached in {folder})")
+    part = folder / "part"
+    shutil.rmtree(part, ignore_errors=True)
+    raw = _raw_dataset(spec, part, num_proc)
+    wanted = [c for c in (spec.column, spec.loss_mask_column) if c]
+    missing = [c for c in wanted if c not in raw.column_names]
+    if missing:
+        raise ConfigError(
+            f"--training.dataset_column / loss_mask_column {', '.join(missing)}: not in {spec.name} {spec.path}, "
+            f"which has {', '.join(raw.column_names)}"
+        )
+    from datasets import Features, List, Value
+
+    features = {"input_ids": List(Value("int32"))} | (
+        {"loss_mask": List(Value("int8"))} if spec.loss_mask_column else {}
+    )
+    encode = partial(_encode_batch, tokenizer=tokenizer if SOURCES[spec.name].kind == "text" else None, spec=spec)
+    encoded = raw.map(
+        encode,
+        batched=True,
+        num_proc=num_proc if num_proc > 1 else None,
+        remove_columns=raw.column_names,
+        features=Features(features),
+        desc="Tokenising",
+    )
+    encoded.save_to_disk(str(part / "tokens"))
+    del raw, encoded
+    (part / "tokens").rename(done)
+    shutil.rmtree(part, ignore_errors=True)
+
+
+def _raw_dataset(spec: SourceSpec, scratch: Path, num_proc: int):
+    """The source as a `datasets.Dataset` with its text or id column."""
+    import datasets
+
+    source = SOURCES[spec.name]
+    if source.read is not None:
+        shards = source.shards(spec.path)
+        generate = partial(_text_rows, read=source.read, column=spec.column)
+        workers = min(num_proc, len(shards))
+        return datasets.Dataset.from_generator(
+            generate,
+            gen_kwargs={"shards": shards},
+            cache_dir=str(scratch),
+            num_proc=workers if workers > 1 else None,
+        )
+    if spec.name == "hf":
+        return datasets.load_dataset(spec.path, split="train")
+    shards = source.shards(spec.path)
+    format = "json" if shards[0].endswith((".json", ".jsonl", ".gz")) else "parquet"
+    return datasets.load_dataset(format, data_files=shards, split="train", cache_dir=str(scratch))
+
+
+def _text_rows(shards, read, column):
+    for text in read(shards):
+        yield {column: text}
+
+
+def _encode_batch(batch, tokenizer: Tokenizer | None, spec: SourceSpec):
+    rows = batch[spec.column]
+    out = {"input_ids": tokenizer.encode_documents([r or "" for r in rows]) if tokenizer else [r or [] for r in rows]}
+    if spec.loss_mask_column:
+        out["loss_mask"] = [[int(m != 0) for m in row or []] for row in batch[spec.loss_mask_column]]
+        for ids, mask in zip(out["input_ids"], out["loss_mask"]):
+            if len(ids) != len(mask):
+                raise ValueError(f"a row has {len(ids)} ids and {len(mask)} entries in {spec.loss_mask_column}")
+    return out
+
+
+def open_store(spec: SourceSpec, folder: Path):
+    if SOURCES[spec.name].kind == "lengths":
+        return SyntheticTokens(synthetic_lengths(spec.path))
+    if spec.name == "tokens" and spec.path.endswith(".bin"):
+        return FlatTokens(Path(spec.path))
+    return ArrowTokens(folder / "tokens")
+
+
+def _prepare_table(spec: SourceSpec, folder: Path, table: Path) -> None:
+    store = open_store(spec, folder)
+    rows, counts = apply_length_policy(store.row_lengths, spec.seq_len, spec.long_documents)
+    targets = rows[:, STOP] - rows[:, START] - 1
+    if store.has_mask:
+        # Position t predicts token t + 1, so the mask of the first token never counts.
+        targets = np.array([int(store.mask(r, a + 1, b).sum()) for r, a, b in rows], dtype=np.int64)
+    keep = targets > 0
+    counts["no_target"] = int((~keep).sum())
+    rows = np.column_stack([rows, targets])[keep].astype(np.int32)
+    counts |= {"documents": len(rows), "tokens": int((rows[:, STOP] - rows[:, START]).sum())}
+    if SOURCES[spec.name].kind == "tokens":
+        counts |= dict(zip(("smallest_id", "largest_id"), store.id_range()))
+    if not len(rows):
+        raise ConfigError(f"--training.dataset {spec.name} {spec.path}: no document with a target is left ({counts})")
+    table.with_suffix(".json").write_text(json.dumps(asdict(spec) | {"counts": counts}))
+    part = table.with_suffix(".part.npy")
+    np.save(part, np.ascontiguousarray(rows.T))
+    part.rename(table)
+
+
+def apply_length_policy(lengths: np.ndarray, seq_len: int, policy: str) -> tuple[np.ndarray, dict[str, int]]:
+    """Cut rows into documents of at most seq_len tokens.
+
+    Args:
+        lengths: [n] tokens of every row.
+        policy: "split" (pieces of seq_len, each a document), "truncate" or "drop".
+
+    Returns:
+        ([documents, 3] of row, start, stop in row order, counts: rows, empty, long).
+    """
+    lengths = lengths.astype(np.int64)
+    counts = {
+        "rows": len(lengths),
+        "empty": int((lengths == 0).sum()),
+        "long": int((lengths > seq_len).sum()),
+    }
+    if policy == "split":
+        pieces = -(-lengths // seq_len)
+    elif policy == "truncate":
+        pieces = (lengths > 0).astype(np.int64)
+    else:
+        pieces = ((lengths > 0) & (lengths <= seq_len)).astype(np.int64)
+    row = np.repeat(np.arange(len(lengths)), pieces)
+    piece = np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    start = piece * seq_len
+    return np.column_stack([row, start, np.minimum(start + seq_len, lengths[row])]), counts
