@@ -4,8 +4,8 @@
 
 1. The kernel is profiled on these ranks, all at once, and so is the exchange.
 2. 60 micro-batches of 8K to 16K tokens with lengths of the paper's shape are attended to with per_sequence,
-   per_document, hybrid and adaptive plans, in interleaved rounds. A row is the median over rounds of the slowest
-   rank.
+   per_document, hybrid and adaptive plans, in interleaved rounds. A row has medians over rounds of the slowest rank:
+   forward, backward and both together (measured_ms).
 3. Predictions are scaled by a reference that is measured during the profile and during the rounds, since the speed of a
    shared machine drifts.
 4. The summary picks the best plan of each micro-batch on odd rounds (the oracle) and scores all on even ones.
@@ -19,20 +19,21 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from torchtitan_wlb.context_parallel.attention import context_parallel_attention
+from scripts.origin import write_results
+from torchtitan_wlb.context_parallel.attention import ContextParallelAttention
+from torchtitan_wlb.context_parallel.exchange import shard_meta
 from torchtitan_wlb.context_parallel.selection import KINDS, choose_plan, latency
 from torchtitan_wlb.context_parallel.shard_plan import ShardPlan
 from torchtitan_wlb.cost.kernel_cost import KernelCost, measured_kernel_cost
-from torchtitan_wlb.data.micro_batch import AttentionMeta, attention_meta, padded_length
+from torchtitan_wlb.data.micro_batch import padded_length
 from torchtitan_wlb.data.sources import synthetic_lengths
-from torchtitan_wlb.models.attention import select_kernel
+from torchtitan_wlb.models.attention import AttentionMeta, PackedAttention
+from torchtitan_wlb.models.kernels import select_kernel
 from torchtitan_wlb.parallelisms.distributed import init_distributed, select_device
 
 SHARDINGS = (*KINDS, "adaptive")
@@ -44,8 +45,10 @@ class Bench:
 
     def __init__(self, device: torch.device, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype):
         self.device, self.heads, self.kv_heads, self.head_dim, self.dtype = device, heads, kv_heads, head_dim, dtype
-        self.kernel = select_kernel(device.type, dtype)
-        self.group = dist.group.WORLD if dist.get_world_size() > 1 else None
+        kernel = select_kernel(device.type, dtype)
+        self.alone = PackedAttention(kernel)  # one rank's own queries and keys
+        assert dist.group.WORLD is not None
+        self.together = ContextParallelAttention(kernel, dist.group.WORLD)
         self.pair_flops = 4 * heads * head_dim * 3.5
 
     def tensors(self, q: int, k: int) -> list[torch.Tensor]:
@@ -59,24 +62,29 @@ class Bench:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def slowest(self, run: Callable[[], None]) -> float:
-        """Milliseconds of the slowest rank, started together."""
+    def slowest(self, *parts: Callable[[], object]) -> list[float]:
+        """Milliseconds of the slowest rank, started together: of every part, and of all together."""
         dist.barrier()
-        began = self.clock()
-        run()
-        took = torch.tensor([self.clock() - began], dtype=torch.float64)
-        dist.all_reduce(took, dist.ReduceOp.MAX)
-        return took.item() * 1e3
+        clocks = [self.clock()]
+        for part in parts:
+            part()
+            clocks.append(self.clock())
+        took = [b - a for a, b in pairwise(clocks)] + [clocks[-1] - clocks[0]]
+        slowest = torch.tensor(took, dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return [x * 1e3 for x in slowest.tolist()]
 
-    def attend(self, meta: AttentionMeta, inputs: list[torch.Tensor], group) -> None:
-        q, k, v = inputs
-        out = context_parallel_attention(q, k, v, meta, self.kernel, group)
-        torch.autograd.grad(out, inputs, torch.ones_like(out))
+    def attend(self, attention: PackedAttention, meta: AttentionMeta, inputs: list[torch.Tensor]) -> list[float]:
+        """Milliseconds of (forward, backward, both) on the slowest rank."""
+        out: list[torch.Tensor] = []
+        return self.slowest(
+            lambda: out.append(attention(*inputs, meta)),
+            lambda: torch.autograd.grad(out[0], inputs, torch.ones_like(out[0])),
+        )
 
     def reference(self) -> float:
         """Milliseconds of one fixed piece of work: how fast the machine is at this moment."""
-        inputs, meta = self.tensors(4096, 4096), AttentionMeta([(0, 4096, 0, 4096)])
-        return self.slowest(partial(self.attend, meta, inputs, None))
+        return self.attend(self.alone, AttentionMeta([(0, 4096, 0, 4096)]), self.tensors(4096, 4096))[-1]
 
     def profile(self) -> tuple[KernelCost, float]:
         """(kernel cost measured on all ranks at once, median of the reference meanwhile)."""
@@ -87,17 +95,16 @@ class Bench:
             for q in [x for x in knots if k // 64 <= x <= k]:
                 inputs, meta = self.tensors(q, k), AttentionMeta([(0, q, 0, k)])
                 runs = 2 if q * k > 4096 * 4096 else 3 if q * k > 512 * 2048 else 9
-                self.attend(meta, inputs, None)
-                attend = partial(self.attend, meta, inputs, None)
-                ms = statistics.median(self.slowest(attend) for _ in range(runs))
-                rows.append({"q": q, "k": k, "forward_ms": ms, "backward_ms": 0.0})
+                self.attend(self.alone, meta, inputs)
+                ms = statistics.median(self.attend(self.alone, meta, inputs)[-1] for _ in range(runs))
+                rows.append((q, k, ms * 1e-3))
         times = []
         for tokens in (256, 4096):
             kv = torch.randn(tokens, 2, self.kv_heads, self.head_dim, device=self.device, dtype=self.dtype)
             splits = [tokens // dist.get_world_size()] * dist.get_world_size()
             kv = kv[: sum(splits)]
             exchange = partial(dist.all_to_all_single, torch.empty_like(kv), kv, splits, splits)
-            there = [self.slowest(exchange) for _ in range(15)]
+            there = [self.slowest(exchange)[-1] for _ in range(15)]
             times.append(2 * statistics.median(there) * 1e-3)  # forward and backward
         per_token = max(
             0.0, (times[1] - times[0]) / (4096 - 256) * dist.get_world_size() / max(1, dist.get_world_size() - 1)
@@ -120,8 +127,9 @@ def make_micro_batches(n: int, cp: int) -> list[tuple[list[int], int]]:
     return out
 
 
-def summarise(rounds: dict[tuple[int, str], list[float]], rows: list[dict], n: int) -> dict:
-    """Totals on even rounds, oracle chosen on odd ones, and the prediction error."""
+def summarise(rows: list[dict], n: int) -> dict:
+    """Totals of n micro-batches on even rounds, oracle chosen on odd ones, and the prediction error."""
+    rounds = {(r["micro_batch"], r["sharding"]): r["rounds_ms"] for r in rows}
     odd = {key: statistics.median(x[1::2]) for key, x in rounds.items()}
     even = {key: statistics.median(x[0::2]) for key, x in rounds.items()}
     oracle = sum(even[i, min(KINDS, key=lambda kind: odd[i, kind])] for i in range(n))
@@ -162,7 +170,8 @@ def main(argv: list[str]) -> None:
     cases: list[tuple[int, str, ShardPlan]] = []
     for i, (lengths, total) in enumerate(make_micro_batches(arguments.micro_batches, cp)):
         cases += [(i, s, choose_plan(lengths, total, cp, s, cost)) for s in SHARDINGS]
-    rounds: dict[tuple[int, str], list[float]] = {(i, s): [] for i, s, _ in cases}
+    # Milliseconds (forward, backward, both) of every round.
+    rounds: dict[tuple[int, str], list[list[float]]] = {(i, s): [] for i, s, _ in cases}
     references: list[float] = []
     for r in range(arguments.rounds):
         order = list(cases)
@@ -170,8 +179,9 @@ def main(argv: list[str]) -> None:
         for number, (i, sharding, plan) in enumerate(order):
             if number % 16 == 0:
                 references.append(bench.reference())
-            meta, inputs = attention_meta(plan, rank), bench.tensors(plan.n_tokens // cp, plan.n_tokens // cp)
-            rounds[i, sharding].append(bench.slowest(partial(bench.attend, meta, inputs, bench.group)))
+            inputs = bench.tensors(plan.n_tokens // cp, plan.n_tokens // cp)
+            meta = shard_meta(plan, rank).map(lambda x: x.to(device))
+            rounds[i, sharding].append(bench.attend(bench.together, meta, inputs))
         if rank == 0:
             print(f"round {r + 1} of {arguments.rounds}", flush=True)
     if rank == 0:
@@ -179,23 +189,20 @@ def main(argv: list[str]) -> None:
         drift = statistics.median(references) / reference
         rows = []
         for i, sharding, plan in cases:
-            pairs = int(sum(d * (d + 1) // 2 for d in plan.lengths))
+            forward, backward, both = zip(*rounds[i, sharding])
             rows.append({
-                "micro_batch": i, "sharding": sharding, "measured_ms": statistics.median(rounds[i, sharding]),
-                "predicted_ms": latency(plan, cost) * 1e3 * drift, "tokens": sum(plan.lengths), "attended_pairs": pairs,
-                "plan": plan.kind, "rounds_ms": rounds[i, sharding],
+                "micro_batch": i, "sharding": sharding, "measured_ms": statistics.median(both),
+                "forward_ms": statistics.median(forward), "backward_ms": statistics.median(backward),
+                "predicted_ms": latency(plan, cost) * 1e3 * drift, "tokens": sum(plan.lengths),
+                "attended_pairs": sum(d * (d + 1) // 2 for d in plan.lengths), "plan": plan.kind, "rounds_ms": both,
             })  # fmt: skip
-        Path(arguments.json).write_text(json.dumps(rows, indent=1))
-        summary = summarise(rounds, rows, arguments.micro_batches)
-        summary |= {
-            "ranks": cp,
-            "hardware": torch.cuda.get_device_name() if device.type == "cuda" else "2-core x86 CPU, one core a rank",
-        }
-        summary["speed_drift_since_profile"] = drift
+        write_results(arguments.json, rows, device.type)
+        summary = summarise(rows, arguments.micro_batches)
+        summary |= {"ranks": cp, "threads_a_rank": 1, "speed_drift_since_profile": drift}
         summary["chosen"] = {k: sum(p.kind == k for _, s, p in cases if s == "adaptive") for k in KINDS}
         print(json.dumps(summary, indent=1))
         if arguments.summary:
-            Path(arguments.summary).write_text(json.dumps(summary, indent=1))
+            write_results(arguments.summary, summary, device.type)
     dist.destroy_process_group()
 
 

@@ -3,58 +3,74 @@
 import argparse
 import json
 import statistics
-import sys
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parent))
-
-from cpu_cluster import enter_group, leave_group
-from profile_costs import measure_attention, measure_linear
-
+from scripts.cpu_cluster import enter_group, leave_group
+from scripts.profile_costs import measure_attention, measure_linear
 from torchtitan_wlb.config import JobConfig
 from torchtitan_wlb.context_parallel.selection import choose_plan
+from torchtitan_wlb.cost.cost_model import CostModel
 from torchtitan_wlb.cost.devices import DEVICES, Device
-from torchtitan_wlb.cost.kernel_cost import build_kernel_cost
-from torchtitan_wlb.cost.profile import read_profile
+from torchtitan_wlb.cost.kernel_cost import KernelCost, analytic_kernel_cost
+from torchtitan_wlb.cost.profile import Profile, build_kernel_cost
 from torchtitan_wlb.cost.step_time import StepModel, stages_of, without_pipelining
-from torchtitan_wlb.data.dataloader import StepBatch, StepDataset, make_planner
+from torchtitan_wlb.data.dataloader import make_planner
 from torchtitan_wlb.data.documents import Documents, load_documents
-from torchtitan_wlb.data.micro_batch import IGNORE_INDEX, Layout, MicroBatch, build_micro_batch, pack_documents
+from torchtitan_wlb.data.micro_batch import MicroBatch, pack_documents
+from torchtitan_wlb.data.step_builder import Layout, StepBatch, StepBuilder
 from torchtitan_wlb.data.tokenizer import Tokenizer
-from torchtitan_wlb.models.attention import SDPA
-from torchtitan_wlb.models.llama import Transformer, llama_configs
-from torchtitan_wlb.optimizer import Optimizers
+from torchtitan_wlb.loss import IGNORE_INDEX
+from torchtitan_wlb.models.kernels import SDPA
+from torchtitan_wlb.models.llama import SelfAttention, Transformer, llama_configs
+from torchtitan_wlb.optimizer import OptimizersContainer, build_optimizers
 from torchtitan_wlb.packing.planner import StepPlan
 from torchtitan_wlb.packing.quality import predict_step
 from torchtitan_wlb.packing.settings import PackingSettings, resolve_settings
 from torchtitan_wlb.packing.tuning import tune
-from torchtitan_wlb.parallelisms.distributed import clip_grad_norm, gather_step, read_steps
+from torchtitan_wlb.parallelisms.gradients import clip_grad_norm
 from torchtitan_wlb.parallelisms.parallel_dims import ParallelDims
 from torchtitan_wlb.parallelisms.parallelize_llama import build_stage
 from torchtitan_wlb.parallelisms.pipeline_llama import Pipeline, plan_pipeline
+from torchtitan_wlb.parallelisms.step_sums import gather_step, read_steps
 from torchtitan_wlb.profiling import MicroBatchClock
 
-# degrees (dp, pp, cp), micro-batches a step, context window, model (a pipeline needs layers to cut)
+
+class BenchLayout(NamedTuple):
+    """Degrees, micro-batches a step, context window and model of a layout."""
+
+    dp: int
+    pp: int
+    cp: int
+    tp: int
+    n: int
+    window: int
+    flavor: str
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.pp * self.cp * self.tp
+
+
+# A pipeline needs layers to cut.
 LAYOUTS = {
-    "dp2": (2, 1, 1, 2, 8192, "debugmodel_long"),
-    "pp2": (1, 2, 1, 2, 8192, "debugmodel_long"),
-    "cp2": (1, 1, 2, 2, 8192, "debugmodel_long"),
-    "dp4": (4, 1, 1, 4, 8192, "debugmodel_longer"),  # else FSDP's collectives are 5% of so short a step
-    "pp4": (1, 4, 1, 4, 8192, "debugmodel_long"),
-    "dp2pp4": (2, 4, 1, 8, 8192, "debugmodel_small"),
-    "dp4cp2": (4, 1, 2, 4, 8192, "debugmodel_long"),
+    "dp2": BenchLayout(2, 1, 1, 1, 2, 8192, "debugmodel_long"),
+    "pp2": BenchLayout(1, 2, 1, 1, 2, 8192, "debugmodel_long"),
+    "cp2": BenchLayout(1, 1, 2, 1, 2, 8192, "debugmodel_long"),
+    "tp2": BenchLayout(1, 1, 1, 2, 2, 8192, "debugmodel_long"),
+    "dp4": BenchLayout(4, 1, 1, 1, 4, 8192, "debugmodel_longer"),  # else FSDP's collectives are 5% of so short a step
+    "pp4": BenchLayout(1, 4, 1, 1, 4, 8192, "debugmodel_long"),
+    "dp2pp4": BenchLayout(2, 4, 1, 1, 8, 8192, "debugmodel_small"),
+    "dp4cp2": BenchLayout(4, 1, 2, 1, 4, 8192, "debugmodel_long"),
 }
 PLANNED, LONG, ORDERS, TYPICAL = 50, 400, 600, 0.02
 DEVICE, DTYPE = torch.device("cpu"), torch.float32
@@ -67,12 +83,22 @@ def load_synthetic(config: JobConfig, window: int) -> Documents:
     return load_documents(t, Tokenizer("bytes"), t.dataset, t.dataset_path)
 
 
+class Scheduled(NamedTuple):
+    """This rank's part of the model under one schedule."""
+
+    pipeline: Pipeline
+    parameters: list[nn.Parameter]
+    optimizers: OptimizersContainer
+    step_model: StepModel
+    attentions: list[tuple[SelfAttention, nn.Module]]  # with the inner attention of the project
+
+
 class Bench:
     """One rank: its profile, documents, and a model with its pipeline for every schedule.
 
     Args:
-        baselines: strategies that pack like plain_whole and have an attention function of their own
-            (scripts/benchmark_baselines.py).
+        baselines: strategies that pack like plain_whole and have an inner attention of their own
+            (scripts/studies/benchmark_baselines.py).
     """
 
     def __init__(
@@ -80,39 +106,38 @@ class Bench:
         arguments: argparse.Namespace,
         layout: str,
         schedules: list[str],
-        baselines: dict[str, Callable] | None = None,
+        baselines: dict[str, nn.Module] | None = None,
     ):
         self.baselines = baselines or {}
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        dp, pp, cp, n, window, flavor = LAYOUTS[layout]
-        self.layout, self.n, self.window = layout, arguments.micro_batches or n, arguments.window or window
-        self.dims = ParallelDims(dp_replicate=1, dp_shard=dp, cp=cp, tp=1, pp=pp)
+        degrees = LAYOUTS[layout]
+        self.layout, self.n, self.window = (
+            layout,
+            arguments.micro_batches or degrees.n,
+            arguments.window or degrees.window,
+        )
+        self.dims = ParallelDims(dp_replicate=1, dp_shard=degrees.dp, cp=degrees.cp, tp=degrees.tp, pp=degrees.pp)
         self.share, self.recomputes = arguments.cpu_share or 1.0, arguments.recompute
         self.tokenizer = Tokenizer("bytes")
         # Hardly padded: the head of so small a model is a large part of its stage.
         vocab_size = -(-self.tokenizer.n_ids // 8) * 8
-        self.args = replace(llama_configs[arguments.flavor or flavor], vocab_size=vocab_size)
+        self.args = replace(llama_configs[arguments.flavor or degrees.flavor], vocab_size=vocab_size)
         self.config = JobConfig()
         t = self.config.training
         t.seq_len_multiple, t.dataset_cache, t.global_batch_size = arguments.seq_len_multiple, arguments.cache, self.n
         enter_group()
         profile, self.device = self.shared((self._profile(), self._device()))
         leave_group()
-        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-            file.write(profile)
-            file.flush()
-            self.cost = read_profile(file.name, self.args, tp=1, cp=cp)
-            self.kernel_cost = build_kernel_cost(
-                file.name if cp > 1 else "", self.device, layer_flops_per_pair=self.args.layer_flops_per_pair,
-                kv_dim=self.args.n_kv_heads * self.args.head_dim, tp=1, bytes_per_value=4,
-            )  # fmt: skip
+        self.cost, self.kernel_cost = self._costs(Profile.model_validate_json(profile))
         self.documents = load_synthetic(self.config, self.window)
         lengths = self.documents.lengths(np.arange(sum(self.documents.sizes)))
         self.stream_work = self.cost.documents(lengths).sum() / lengths.sum()  # predicted, a token
         short, long = self.cost.documents(np.array([64, self.window])) / (64, self.window)
         self.long_token_over_short = float(long / short)
-        self.mesh, self.cp_group = self.dims.build_mesh("cpu"), self.dims.build_cp_group()
-        self.pipelines = {s: self._pipeline(s) for s in schedules}
+        self.mesh = self.dims.build_mesh("cpu")
+        self.scheduled = {s: self._schedule(s) for s in schedules}
+        one = Layout(1, 0, 1, 0, 1, 0, "adaptive", self.kernel_cost, without_pipelining(1))
+        self.alone_builder = StepBuilder(self.documents, self.settings("plain", 0), one)
         self.alone = Transformer(self.args, n_ids=self.tokenizer.n_ids, max_position=self.window)
         self.alone.init_weights(0, DEVICE)
         enter_group()  # as for the profile: a piece of work takes more CPU seconds under quotas
@@ -131,15 +156,14 @@ class Bench:
         waiting in it, or none.)"""
         dist.barrier()
         longest = self.window
-        attention = measure_attention(
-            self.args, 1, DTYPE, DEVICE, longest, time.process_time, whole_only=self.dims.cp == 1
-        )
-        linear = measure_linear(self.args, self.tokenizer.n_ids, 1, DTYPE, DEVICE, longest, time.process_time)
+        tp, clock = self.dims.tp, time.process_time
+        attention = measure_attention(self.args, tp, DTYPE, DEVICE, longest, clock, whole_only=self.dims.cp == 1)
+        linear = measure_linear(self.args, self.tokenizer.n_ids, tp, DTYPE, DEVICE, longest, clock)
         for row in attention + linear:
             row.update({k: v / self.share for k, v in row.items() if k.endswith("_ms")})
         dist.barrier()
         model = {k: getattr(self.args, k) for k in ("dim", "n_heads", "n_kv_heads", "ffn_dim")}
-        return json.dumps({"device": "cpu", "model": model, "tp": 1, "attention": attention, "linear": linear})
+        return json.dumps({"device": "cpu", "model": model, "tp": tp, "attention": attention, "linear": linear})
 
     def _device(self) -> Device:
         """The CPU with the link between ranks as it is under their shares: a message costs sender and receiver CPU
@@ -158,58 +182,84 @@ class Bench:
         latency, took = seconds
         return replace(DEVICES["cpu"], latency=latency, link=4 * values / max(took - latency, 1e-9))
 
-    def _pipeline(self, schedule: str):
-        """(pipeline, parameters, optimizers, time model) of a schedule."""
+    def _costs(self, profile: Profile) -> tuple[CostModel, KernelCost]:
+        """Costs by the profile; what is sent between ranks, which it knows nothing of, by the link as measured."""
+        args, dims, link = self.args, self.dims, self.device
+        exchange = analytic_kernel_cost(link, 1.0, 2 * args.kv_dim / dims.tp * 4)
+        kernel = build_kernel_cost(profile if dims.cp > 1 else None, "cpu", args, tp=dims.tp, bytes_per_value=4)
+        kernel = replace(kernel, token_seconds=exchange.token_seconds, latency=exchange.latency)
+        cost = profile.cost_model(args, cp=dims.cp)
+        if dims.tp > 1:  # activations, four times a layer forward and four times backward (cost/cost_model.py)
+            sent = 8 * args.n_layers * (dims.tp - 1) / dims.tp * args.dim * 4 / dims.cp
+            cost = replace(
+                cost,
+                token_cost=cost.token_cost + sent / link.link,
+                fixed_cost=cost.fixed_cost + 8 * args.n_layers * link.latency,
+            )
+        return cost, kernel
+
+    def _schedule(self, schedule: str) -> Scheduled:
+        """The model of a schedule (S or S/stages a rank)."""
         dims, args, my = self.dims, self.args, self.dims.coordinates(self.rank)
         schedule, _, count = schedule.partition("/")
-        per_rank = int(count or 2)
         plan = plan_pipeline(
-            args, schedule=schedule, pp=dims.pp, stages_per_rank=per_rank, m=self.n // dims.dp,
+            args, schedule=schedule, pp=dims.pp, stages_per_rank=int(count or 2), m=self.n // dims.dp,
             seq_len=self.window // 4, cost=self.cost, recomputed=float(self.recomputes), device=self.device,
-            bytes_per_token=args.dim * 4 / dims.cp,
+            bytes_per_token=args.dim * 4 / (dims.cp * dims.tp),
         )  # fmt: skip
-        models = [
+        parts = [
             build_stage(
-                args, plan.stages[i], self.mesh, dims, self.cp_group,
+                args, plan.stages[i], self.mesh, dims, kernel=SDPA,
                 n_ids=self.tokenizer.n_ids, max_position=self.window, loss_chunk=1024, seed=0, device=DEVICE,
-                kernel=SDPA, param_dtype=DTYPE, reduce_dtype=DTYPE, reshard_after_forward=False,
+                param_dtype=DTYPE, reduce_dtype=DTYPE, reshard_after_forward=False,
                 ac_mode="full" if self.recomputes else "none",
             )
             for i in stages_of(plan.actions[my["pp"]])
         ]  # fmt: skip
         pipeline = Pipeline(
-            models, actions=plan.actions, mesh=self.mesh, device=DEVICE, dtype=DTYPE, dim=args.dim, tp=1,
+            parts, actions=plan.actions, world_mesh=self.mesh, device=DEVICE, dtype=DTYPE, dim=args.dim, tp=dims.tp,
             clock=MicroBatchClock(DEVICE, timed=False),
         )  # fmt: skip
-        parameters = [p for m in models for p in m.parameters()]
-        return pipeline, parameters, Optimizers(models, self.config.optimizer), plan.step_model
+        modules = [m for part in parts for m in part.modules()]
+        return Scheduled(
+            pipeline=pipeline,
+            parameters=[p for part in parts for p in part.parameters()],
+            optimizers=build_optimizers(parts, self.config.optimizer),
+            step_model=plan.step_model,
+            attentions=[(m, m.inner_attention) for m in modules if isinstance(m, SelfAttention)],
+        )
 
     def settings(self, strategy: str, seed: int) -> PackingSettings:
         config = self.config
         config.packing.strategy = "plain_whole" if strategy in self.baselines else strategy  # type: ignore[assignment]
         return resolve_settings(
-            config.training, config.packing, seed=seed, dp=self.dims.dp, pp=self.dims.pp, cost=self.cost,
+            config.training, config.packing, n=self.n, pp=self.dims.pp, seed=seed, cost=self.cost,
             documents=self.documents.fingerprint,
         )  # fmt: skip
 
-    def shard_plans(self, strategy: str, step_model: StepModel) -> Layout:
-        """How a strategy cuts micro-batches over context-parallel ranks: the paper's baselines by sequence, fixed by
-        document, ours adaptively."""
+    def shard_plans(self, strategy: str, schedule: str) -> Layout:
+        """Who trains what under a schedule. Micro-batches are cut over context-parallel ranks by sequence (the paper's
+        baselines), by document (fixed) or adaptively (ours)."""
         sharding = {"wlb": "adaptive", "fixed": "per_document"}.get(strategy, "per_sequence")
         my, dims = self.dims.coordinates(self.rank), self.dims
         return Layout(
-            dp=dims.dp, dp_rank=my["dp"], cp=dims.cp, cp_rank=my["cp"], tp=1, tp_rank=0, sharding=sharding,
-            kernel_cost=self.kernel_cost, step_model=step_model,
+            dp=dims.dp, dp_rank=my["dp"], cp=dims.cp, cp_rank=my["cp"], tp=dims.tp, tp_rank=my["tp"],
+            sharding=sharding, kernel_cost=self.kernel_cost, step_model=self.scheduled[schedule].step_model,
         )  # fmt: skip
+
+    def batches(self, settings: PackingSettings, layout: Layout, state: dict | None = None) -> Iterator[StepBatch]:
+        """This rank's part of the steps that follow a planner state (None: of all steps)."""
+        planner = make_planner(self.documents, settings)
+        if state:
+            planner.restore(state)
+        return map(StepBuilder(self.documents, settings, layout), planner)
 
     def run_alone(self, plans: list[StepPlan]) -> float:
         """Seconds of all micro-batches of some steps, each on a single rank; one on each rank at a time."""
-        one = Layout(1, 0, 1, 0, 1, 0, "adaptive", self.kernel_cost, without_pipelining(1))
         took = torch.zeros(1, dtype=torch.float64)
         pairs = sorted(((plan.work[b], i, b) for i, plan in enumerate(plans) for b in range(self.n)), reverse=True)
         for _, i, b in pairs[self.rank :: self.world_size]:
-            plan, multiple = plans[i], self.config.training.length_multiple
-            mb = build_micro_batch(plan.micro_batch(b), self.documents, one, multiple, int(plan.padded[b]))
+            mb, _ = self.alone_builder.micro_batch(plans[i].micro_batch(b), int(plans[i].padded[b]))
             began = time.perf_counter()
             self._forward_alone(mb).backward()
             took += time.perf_counter() - began
@@ -239,9 +289,9 @@ class Bench:
 
     def train(self, schedule: str, strategy: str, batch: StepBatch) -> tuple[float, float]:
         """(seconds of a training step, predicted seconds of its forward and backward on the slowest rank)."""
-        pipeline, parameters, optimizers, _ = self.pipelines[schedule]
-        for attention in (block.attention for model in pipeline.models for block in model.layers.values()):
-            attention.attend = self.baselines.get(strategy, partial(type(attention).attend, attention))
+        pipeline, parameters, optimizers, _, attentions = self.scheduled[schedule]
+        for attention, inner in attentions:
+            attention.inner_attention = self.baselines.get(strategy, inner)
         began = time.perf_counter()
         loss = pipeline.forward_backward(batch.micro_batches, 1.0 / max(1, batch.n_targets))
         clip_grad_norm(parameters, 1.0, DEVICE)
@@ -254,8 +304,8 @@ class Bench:
     def overhead(self, schedule: str) -> float:
         """Seconds of a step beside its forward and backward: median over steps of almost empty micro-batches."""
         settings = replace(self.settings("plain", 0), seq_len=self.config.training.length_multiple)
-        steps = iter(StepDataset(self.documents, settings, self.shard_plans("plain", self.pipelines[schedule][3])))
-        took = [self.train(schedule, "plain", batch) for batch in islice(steps, 9)]
+        steps = islice(self.batches(settings, self.shard_plans("plain", schedule)), 9)
+        took = [self.train(schedule, "plain", batch) for batch in steps]
         return max(0.0, statistics.median(a - b for a, b in took[2:]))
 
 
@@ -280,7 +330,7 @@ def choose_seed(
 ) -> dict[str, tuple[PackingSettings, dict, list]]:
     """Settings, state and plans of every strategy for the most typical order of the documents (see
     benchmark_step.py)."""
-    model, dp = bench.pipelines[schedule][3], bench.dims.dp
+    model, dp = bench.scheduled[schedule].step_model, bench.dims.dp
     price = tune(bench.settings("wlb", 0), 0.45, partial(make_planner, bench.documents)).delay_price
 
     def speed(settings: PackingSettings, plans: list[StepPlan]) -> float:
@@ -309,5 +359,5 @@ def choose_seed(
             if max(abs(x - 1) for x in relative) < least:
                 best, least = found, max(abs(x - 1) for x in relative)
     if best is None:
-        raise RuntimeError(f"none of {ORDERS} orders of the documents is typical over {steps} steps")
+        raise SystemExit(f"none of {ORDERS} orders of the documents is typical over {steps} steps: take more --steps")
     return best

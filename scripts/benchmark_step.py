@@ -22,7 +22,6 @@ it; *_at_equal_speed are measured, with times divided by it. Totals are over all
 import argparse
 import ctypes
 import gc
-import json
 import os
 import statistics
 import sys
@@ -36,17 +35,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parent))
-
-from benchmark_rank import LAYOUTS, TYPICAL, Bench, choose_seed, work_per_token
-from cpu_cluster import as_ranks, enter_group
-
-from torchtitan_wlb.data.dataloader import StepBatch, StepDataset
+from scripts.benchmark_rank import LAYOUTS, TYPICAL, Bench, choose_seed, work_per_token
+from scripts.cpu_cluster import as_ranks, enter_group
+from scripts.origin import write_results
+from torchtitan_wlb.data.step_builder import StepBatch
 from torchtitan_wlb.models.llama import llama_configs
 from torchtitan_wlb.packing.planner import StepPlan
 from torchtitan_wlb.packing.settings import PackingSettings
-from torchtitan_wlb.parallelisms.parallel_dims import schedule_problem
+from torchtitan_wlb.parallelisms.schedules import schedule_problem
 
 STRATEGIES = ("plain", "plain_whole", "fixed", "wlb")
 
@@ -78,12 +74,12 @@ def measure(bench: Bench, arguments: argparse.Namespace, schedules: list[str]) -
     steps, warm_up, overhead = {}, {}, {schedule: bench.overhead(schedule) for schedule in schedules}
     for schedule, strategy in variants:
         settings, state, planned = plans[strategy]
-        layout = bench.shard_plans(strategy, bench.pipelines[schedule][3])
-        steps[schedule, strategy] = iter(StepDataset(bench.documents, settings, layout, state))
+        layout = bench.shard_plans(strategy, schedule)
+        steps[schedule, strategy] = bench.batches(settings, layout, state)
         # Warm up with the step that needs most memory.
         largest = max(range(len(planned)), key=lambda i: (planned[i].padded.max(), planned[i].padded.sum()))
         before = planned[largest - 1].state if largest else state
-        warm_up[schedule, strategy] = next(iter(StepDataset(bench.documents, settings, layout, before)))
+        warm_up[schedule, strategy] = next(bench.batches(settings, layout, before))
         bench.train(schedule, strategy, warm_up[schedule, strategy])
         bench.run_alone([planned[largest]])
     memory = dict.fromkeys(variants, 0.0)
@@ -132,6 +128,13 @@ def row(
     alone: list[float],
     alone_every: int,
 ) -> dict[str, Any]:
+    """The row of a schedule and strategy.
+
+    Args:
+        planned: settings, planner state and plans (choose_seed).
+        rounds, predicted: seconds of every step, by round.
+        slowness: of the machine, by round. alone: seconds of the micro-batches alone, in every alone_every-th round.
+    """
     settings, _, plans = planned
     n = len(rounds[0])
     tokens = [sum(p.tokens for p in plans[i : i + n]) for i in range(0, len(plans), n)]
@@ -190,7 +193,7 @@ def work(arguments: argparse.Namespace) -> None:
     rows = list(measure(Bench(arguments, arguments.layout, schedules), arguments, schedules))
     add_gains(rows)
     if dist.get_rank() == 0:
-        Path(arguments.json).write_text(json.dumps(rows, indent=1))
+        write_results(arguments.json, rows, "cpu")
         for r in rows:
             efficiency = f"{r['efficiency']:.3f}" if r["efficiency"] else "-"
             print(
@@ -229,13 +232,13 @@ def main(argv: list[str]) -> None:
     arguments = parser().parse_args(argv)
     problems = []
     cores = os.cpu_count() or 1
-    dp, pp, cp, n, *_ = LAYOUTS[arguments.layout]
-    n, ranks = arguments.micro_batches or n, dp * pp * cp
+    layout = LAYOUTS[arguments.layout]
+    n, ranks = arguments.micro_batches or layout.n, layout.ranks
     if arguments.alone_every == -1:
         arguments.alone_every = arguments.rounds // 2 if ranks > 4 else 2
     for name in arguments.schedule.split(","):
         schedule = name.partition("/")[0]
-        if problem := schedule_problem(schedule, pp, n // dp):
+        if problem := schedule_problem(schedule, layout.pp, n // layout.dp):
             problems.append(problem)
     if arguments.steps % arguments.rounds:
         problems.append("--steps must be a multiple of --rounds")

@@ -17,8 +17,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from torchtitan_wlb.parallelisms.distributed import init_distributed
 
 # A rank that has waited begins with its whole quota at once: pipeline steps made of busy loops took 0.92 to 0.97 of

@@ -2,11 +2,12 @@
 
 1. Parity: every kernel that runs here against the plain reference in fp32, on chunks, overlapping key ranges and
    one-token documents, with GQA.
-2. Grid: milliseconds of the kernel, forward and backward, over (query, key) lengths (WLB-LLM Figure 10).
-3. Plans: the ranks of per_sequence, per_document and hybrid plans for CP 2, 4 and 8 one after the other; the slowest
-   rank counts (Figure 15).
+2. Grid: milliseconds of the kernel's forward and of its backward over (query, key) lengths (WLB-LLM Figure 10).
+3. Plans: the ranks of per_sequence, per_document and hybrid plans for CP 2, 4 and 8 one after the other, forward and
+   backward; the slowest rank counts (Figure 15).
 
-Needs torch and numpy only. Without a GPU it runs a small version on the CPU, to see that it works.
+Needs torch and numpy only, and the repository on PYTHONPATH. Without a GPU it runs a small version on the CPU, to see
+that it works.
 """
 
 import argparse
@@ -14,15 +15,16 @@ import json
 import random
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from scripts.origin import origin, write_results
 from torchtitan_wlb.context_parallel.selection import KINDS, attention_seconds, build_plan
 from torchtitan_wlb.cost.kernel_cost import KernelCost, measured_kernel_cost
 from torchtitan_wlb.data.sources import synthetic_lengths
-from torchtitan_wlb.models.attention import SDPA, Kernel, Segments, select_kernel
+from torchtitan_wlb.errors import ConfigError
+from torchtitan_wlb.models.kernels import SDPA, Kernel, Segments, select_kernel
 
 BUDGET_S = 380  # of which the plans get what is left
 
@@ -34,19 +36,24 @@ def run(kernel: Kernel, tensors: list[torch.Tensor], segments: Segments):
     return out, *kernel.backward(g, q, k, v, out, lse, segments)
 
 
-def milliseconds(kernel: Kernel, tensors, segments: Segments, runs: int) -> float:
-    """Median of forward + backward."""
-    device = tensors[0].device
+def milliseconds(kernel: Kernel, tensors: list[torch.Tensor], segments: Segments, runs: int) -> tuple[float, float]:
+    """Medians of (forward, backward)."""
+    q, k, v, g = tensors
+
+    def clock() -> float:
+        if q.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
     times = []
     for _ in range(runs + 1):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        began = time.perf_counter()
-        run(kernel, tensors, segments)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append((time.perf_counter() - began) * 1e3)
-    return statistics.median(times[1:])
+        began = clock()
+        out, lse = kernel.forward(q, k, v, segments)
+        between = clock()
+        kernel.backward(g, q, k, v, out, lse, segments)
+        times.append((between - began, clock() - between))
+    forwards, backwards = zip(*times[1:])  # the first one warms up
+    return statistics.median(forwards) * 1e3, statistics.median(backwards) * 1e3
 
 
 def make(device, dtype, q: int, k: int, heads: int, kv_heads: int, dim: int):
@@ -56,13 +63,14 @@ def make(device, dtype, q: int, k: int, heads: int, kv_heads: int, dim: int):
 
 
 def parity(device, dtype) -> list[dict]:
+    """Rows of relative errors of every kernel that runs on the device, a row with the reason for one that does not."""
     segments = [(0, 300, 0, 300), (300, 301, 300, 301), (301, 600, 301, 1000), (600, 900, 301, 1300)]
     rows: list[dict] = []
     for name in ("sdpa", "varlen", "flash"):
         try:
             kernel = select_kernel(device.type, dtype, name)
-        except ValueError as error:
-            rows.append({"kernel": name, "skipped": str(error).splitlines()[-1].strip(" -")})
+        except ConfigError as error:
+            rows.append({"kernel": name, "skipped": error.problems[0]})
             continue
         for heads, kv_heads in ((8, 8), (8, 2)):
             torch.manual_seed(0)
@@ -83,17 +91,20 @@ def parity(device, dtype) -> list[dict]:
 
 
 def grid(kernel: Kernel, device, dtype, longest: int, heads: int) -> list[dict]:
+    """Rows q, k, forward_ms, backward_ms of one segment of q queries that ends at key k."""
     rows: list[dict] = []
     knots = [2**i for i in range(6, 18) if 2**i <= longest]
     for k in knots:
         for q in [x for x in knots if k // 256 <= x <= k]:
             tensors = make(device, dtype, q, k, heads, heads, 128)
-            ms = milliseconds(kernel, tensors, [(0, q, 0, k)], 3 if q * k > 2**28 else 7)
-            rows.append({"q": q, "k": k, "forward_ms": ms, "backward_ms": 0.0})
+            forward, backward = milliseconds(kernel, tensors, [(0, q, 0, k)], 3 if q * k > 2**28 else 7)
+            rows.append({"q": q, "k": k, "forward_ms": forward, "backward_ms": backward})
     return rows
 
 
 def plans(kernel: Kernel, device, dtype, cost: KernelCost, window: int, heads: int, deadline: float) -> list[dict]:
+    """Rows of the slowest rank, measured and predicted, for every plan of up to 20 micro-batches, until a time of
+    time.monotonic()."""
     rng = random.Random(0)
     pool = synthetic_lengths(f"wlb_128k:20000:{window / 131072}").tolist()
     rows: list[dict] = []
@@ -110,7 +121,7 @@ def plans(kernel: Kernel, device, dtype, cost: KernelCost, window: int, heads: i
                 for rank in range(cp):
                     tensors = make(device, dtype, window // cp, window, heads, heads, 128)
                     segments = [tuple(s) for s in plan.segments(rank).tolist()]
-                    measured.append(milliseconds(kernel, tensors, segments, 3))
+                    measured.append(sum(milliseconds(kernel, tensors, segments, 3)))
                 predicted = float(attention_seconds(plan, cost).max()) * 1e3
                 rows.append(
                     {
@@ -134,15 +145,16 @@ def main() -> None:
     heads, longest = (8, 131072) if on_gpu else (1, 2048)
     kernel = select_kernel(device.type, dtype)
     results: dict[str, Any] = {
-        "device": torch.cuda.get_device_name() if on_gpu else "CPU (a dry run)",
-        "torch": torch.__version__,
+        **origin(device.type),
+        "dry_run": not on_gpu,
         "kernel": kernel.name,
         "heads": heads,
         "parity": parity(device, dtype),
     }
     print(json.dumps(results, indent=1), flush=True)
     results["grid"] = grid(kernel, device, dtype, longest, heads)
-    cost = measured_kernel_cost(results["grid"], 4 * heads * 128 * 3.5, 0.0, 0.0)
+    seconds = [(r["q"], r["k"], (r["forward_ms"] + r["backward_ms"]) * 1e-3) for r in results["grid"]]
+    cost = measured_kernel_cost(seconds, 4 * heads * 128 * 3.5, 0.0, 0.0)
     results["plans"] = plans(kernel, device, dtype, cost, longest, heads, began + (BUDGET_S if on_gpu else 40))
     for cp in (2, 4, 8):
         mine = [r for r in results["plans"] if r["cp"] == cp]
@@ -156,7 +168,7 @@ def main() -> None:
                 "micro_batches": n,
             }
             print(cp, results[f"cp{cp}"], flush=True)
-    Path(arguments.out).write_text(json.dumps(results, indent=1))
+    write_results(arguments.out, results, device.type)
     print(f"{arguments.out}: {time.monotonic() - began:.0f} s")
 
 

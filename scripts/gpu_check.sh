@@ -3,4 +3,5 @@
 # Results go to the folder given as first argument (default: assets/results).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-exec env PYTHONPATH=. python3 scripts/gpu_check.py --out "${1:-assets/results}/gpu_check.json"
+mkdir -p "${1:-assets/results}"
+exec env PYTHONPATH="$PWD" python3 scripts/gpu_check.py --out "${1:-assets/results}/gpu_check.json"

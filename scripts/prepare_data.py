@@ -7,11 +7,8 @@ Training finds the result in training.dataset_cache. The processes are all cores
 
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from torchtitan_wlb.config_checks import source_problems
 from torchtitan_wlb.config_manager import exit_on_config_error, load_config
@@ -24,7 +21,7 @@ from torchtitan_wlb.logger import init_logger
 def main(argv: list[str]) -> None:
     config = load_config(argv)
     t = config.training
-    if problems := source_problems("training", t.dataset, t.dataset_path, t.dataset_weight):
+    if problems := list(source_problems("training", t.dataset, t.dataset_path, t.dataset_weight)):
         raise ConfigError(*problems)
     began = time.perf_counter()
     tokenizer = Tokenizer(config.model.tokenizer, config.model.add_bos, config.model.add_eos)

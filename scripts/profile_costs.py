@@ -9,38 +9,33 @@ parallelism only).
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from torchtitan_wlb.config import JobConfig
+from scripts.origin import hardware, write_results
+from scripts.recipe import Recipe, resolve_recipe
+from torchtitan_wlb.config import JobConfig, Parallelism
 from torchtitan_wlb.config_manager import exit_on_config_error, load_config
-from torchtitan_wlb.context_parallel.attention import context_parallel_attention
 from torchtitan_wlb.cost.devices import DEVICES
 from torchtitan_wlb.cost.kernel_cost import analytic_kernel_cost
-from torchtitan_wlb.cost.profile import build_cost_model, detect_device
 from torchtitan_wlb.cost.step_time import without_pipelining
 from torchtitan_wlb.data.dataloader import make_planner
-from torchtitan_wlb.data.documents import load_documents
-from torchtitan_wlb.data.micro_batch import IGNORE_INDEX, AttentionMeta, Layout, build_micro_batch
-from torchtitan_wlb.data.tokenizer import Tokenizer
+from torchtitan_wlb.data.step_builder import Layout, StepBuilder
 from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.logger import init_logger
-from torchtitan_wlb.models.attention import select_kernel
-from torchtitan_wlb.models.llama import LossHead, ModelArgs, Transformer, TransformerBlock, llama_configs, rotary_table
+from torchtitan_wlb.loss import IGNORE_INDEX
+from torchtitan_wlb.models.attention import AttentionMeta, PackedAttention
+from torchtitan_wlb.models.kernels import select_kernel
+from torchtitan_wlb.models.llama import LossHead, ModelArgs, Transformer, TransformerBlock, rotary_table
 from torchtitan_wlb.packing.quality import measure
-from torchtitan_wlb.packing.settings import resolve_settings
-from torchtitan_wlb.packing.tuning import tune
 
 MIN_SECONDS, MIN_RUNS = 0.2, 3  # per measurement
 
@@ -77,7 +72,7 @@ def measure_attention(
 ) -> list[dict]:
     """Rows q, k, forward_ms, backward_ms of one layer on one rank: k = q are whole documents, k > q chunks at the end
     of one."""
-    kernel = select_kernel(device.type, dtype)
+    attention = PackedAttention(select_kernel(device.type, dtype))
     heads, kv_heads = args.n_heads // tp, max(1, args.n_kv_heads // tp)
     knots = [x for x in (2**i for i in range(4, 30)) if x < longest] + [longest]
     rows = []
@@ -88,11 +83,31 @@ def measure_attention(
                 for n, h in ((q, heads), (k, kv_heads), (k, kv_heads))
             ]
             query, key, value = (t.requires_grad_() for t in x)
-            meta = AttentionMeta([(0, q, 0, k)])
-            attend = partial(context_parallel_attention, query[None], key[None], value[None], meta, kernel, None)
+            attend = partial(attention, query[None], key[None], value[None], AttentionMeta([(0, q, 0, k)]))
             forward_ms, backward_ms = timed(attend, clock)
             rows.append({"q": q, "k": k, "forward_ms": forward_ms, "backward_ms": backward_ms})
     return rows
+
+
+class FreeAttention(nn.Module):
+    """In the place of a block's attention: takes no time, and still gives every projection a gradient."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
+        return q + 0 * (k.sum() + v.sum())
+
+
+def block_share(args: ModelArgs, tp: int) -> TransformerBlock:
+    """A block with one tensor-parallel rank's share of every matrix, without its attention; activations between the
+    matrices stay whole."""
+    block = TransformerBlock(replace(args, ffn_dim=args.ffn_dim // tp))
+    attention = block.attention
+    attention.inner_attention = FreeAttention()
+    heads, kv_heads = args.n_heads // tp, max(1, args.n_kv_heads // tp)
+    attention.wq = nn.Linear(args.dim, heads * args.head_dim, bias=False)
+    attention.wk = nn.Linear(args.dim, kv_heads * args.head_dim, bias=False)
+    attention.wv = nn.Linear(args.dim, kv_heads * args.head_dim, bias=False)
+    attention.wo = nn.Linear(heads * args.head_dim, args.dim, bias=False)
+    return block
 
 
 def measure_linear(
@@ -105,12 +120,7 @@ def measure_linear(
     clock: Callable[[], float] = clock,
 ) -> list[dict]:
     """Rows tokens, layer_ms, head_ms (forward + backward): a layer whose attention is free, and head with loss."""
-    if tp > 1:  # one rank's share of every matrix; activations between them stay whole
-        args = replace(
-            args, n_heads=args.n_heads // tp, n_kv_heads=max(1, args.n_kv_heads // tp), ffn_dim=args.ffn_dim // tp
-        )
-    block = TransformerBlock(args).to(device, dtype)
-    block.attention.attend = lambda q, k, v, meta: q + 0 * (k.sum() + v.sum())  # type: ignore[method-assign]
+    block = block_share(args, tp).to(device, dtype)
     head = LossHead(args.dim, args.vocab_size // tp, min(n_ids, args.vocab_size // tp), 1024).to(device, dtype)
     torch.nn.init.normal_(head.weight, 0.0, 0.02)
     rope = rotary_table(args, longest, device)
@@ -125,35 +135,43 @@ def measure_linear(
     return rows
 
 
-def check(config: JobConfig, profile: str, args: ModelArgs, tokenizer: Tokenizer, n: int, device: torch.device) -> dict:
+def on_one_rank(config: JobConfig, profile: str) -> Recipe:
+    """The recipe as one process would run it, with 4 micro-batches a step; profile: of its costs, "" for none."""
+    config = config.model_copy(deep=True)
+    config.parallelism = Parallelism()
+    config.training.global_batch_size = 4
+    config.cost_model.profile = profile
+    return resolve_recipe(config, seed=0)
+
+
+def check(config: JobConfig, profile: str, n: int, device: torch.device) -> dict:
     """Train n micro-batches of the recipe's documents one by one and compare with the prediction."""
-    t = config.training
-    documents = load_documents(t, tokenizer, t.dataset, t.dataset_path, t.dataset_weight)
+    documents = on_one_rank(config, "").own_documents()
     planner = partial(make_planner, documents)
     report: dict = {}
     for name, path in (("analytic", ""), ("profiled", profile)):
-        cost = build_cost_model(path, detect_device(config.cost_model.device), args, tp=1, cp=1)
-        settings = resolve_settings(t, config.packing, seed=0, dp=1, pp=1, cost=cost, documents=documents.fingerprint)
-        settings = replace(settings, n=4)
-        wlb = tune(replace(settings, strategy="wlb"), config.packing.target_delay, planner)
-        paper = tune(replace(settings, strategy="wlb_paper"), config.packing.target_delay, planner)
+        recipe = on_one_rank(config, path)
+        cost = recipe.settings.cost
+        wlb, paper = recipe.tuned(planner, "wlb"), recipe.tuned(planner, "wlb_paper")
         report[name] = {
             "equal_length": cost.equal_length(),
             "auto_delay_price": wlb.delay_price,
             "auto_outlier_thresholds": paper.thresholds,
             "imbalance_mean_wlb": measure(planner(wlb), 200, 50).imbalance_mean,
         }
-    model = Transformer(args, n_ids=tokenizer.n_ids, max_position=t.seq_len).to(device)
+    model = Transformer(recipe.args, n_ids=recipe.tokenizer.n_ids, max_position=config.training.seq_len).to(device)
     model.init_weights(0, device)
     unused = analytic_kernel_cost(DEVICES["cpu"], 1.0, 1.0)  # one rank has nothing to choose
     layout = Layout(
         dp=1, dp_rank=0, cp=1, cp_rank=0, tp=1, tp_rank=0, sharding="adaptive", kernel_cost=unused,
         step_model=without_pipelining(1),
     )  # fmt: skip
+    plain = replace(wlb, strategy="plain")  # different work in every micro-batch
+    builder = StepBuilder(documents, plain, layout)
     rows = []
-    for plan in planner(replace(wlb, strategy="plain")):  # different work in every micro-batch
-        for b in range(4):
-            mb = build_micro_batch(plan.micro_batch(b), documents, layout, t.length_multiple).to(device)
+    for plan in planner(plain):
+        for b in range(plain.n):
+            mb = builder.micro_batch(plan.micro_batch(b))[0].to(device)
             valid = int((mb.labels != IGNORE_INDEX).sum())
 
             def run(mb=mb, valid=valid):
@@ -183,26 +201,25 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--check", type=int, default=0)
     arguments, rest = parser.parse_known_args(argv)
     config = load_config(rest)
-    if config.model.flavor not in llama_configs:
-        raise ConfigError(f"--model.flavor {config.model.flavor}: legal are {', '.join(llama_configs)}")
+    config.cost_model.profile = ""  # which may be the file that is to be written
+    recipe = resolve_recipe(config)
+    args, tp = recipe.args, recipe.dims.tp
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         torch.set_num_threads(1)  # as under torchrun
-    dtype = getattr(torch, config.training.mixed_precision_param)
-    tokenizer = Tokenizer(config.model.tokenizer)
-    args = replace(llama_configs[config.model.flavor], vocab_size=tokenizer.padded_vocab_size)
-    tp, longest = config.parallelism.tensor_parallel_degree, config.training.seq_len
+    dtype, longest = getattr(torch, config.training.mixed_precision_param), config.training.seq_len
+    if arguments.check and (tp > 1 or dtype != torch.float32):
+        raise ConfigError("--check works without tensor parallelism and in float32 only")
     profile: dict = {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "one core of an x86 CPU",
-        "torch": torch.__version__.split("+")[0],
+        "device": hardware() if device.type == "cuda" else f"one core of a {hardware()}",
         "flavor": config.model.flavor,
         "model": {k: getattr(args, k) for k in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size")},
         "dtype": config.training.mixed_precision_param,
         "tp": tp,
         "attention": measure_attention(args, tp, dtype, device, longest),
-        "linear": measure_linear(args, tokenizer.n_ids, tp, dtype, device, longest),
+        "linear": measure_linear(args, recipe.tokenizer.n_ids, tp, dtype, device, longest),
     }
-    Path(arguments.out).write_text(json.dumps(profile, indent=1))
+    write_results(arguments.out, profile)
     for row in profile["attention"]:
         if row["q"] == row["k"]:
             print(
@@ -214,11 +231,8 @@ def main(argv: list[str]) -> None:
             f"head and loss {row['head_ms']:9.3f} ms"
         )
     if arguments.check:
-        if tp > 1 or dtype != torch.float32:
-            raise ConfigError("--check works without tensor parallelism and in float32 only")
-        report = check(config, arguments.out, args, tokenizer, arguments.check, device)
-        profile["check"] = report
-        Path(arguments.out).write_text(json.dumps(profile, indent=1))
+        report = check(config, arguments.out, arguments.check, device)
+        write_results(arguments.out, profile | {"check": report})
         print(
             f"{len(report['micro_batches'])} micro-batches: mean absolute error {report['mean_absolute_error']:.1%}, "
             f"largest {report['largest_error']:.1%}"

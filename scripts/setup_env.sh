@@ -12,6 +12,7 @@ if [[ ! -f "$stamp" ]]; then
     "$PYTHON" -m venv .venv
     .venv/bin/pip install --quiet --disable-pip-version-check -r requirements.txt
     .venv/bin/pip install --quiet --disable-pip-version-check --no-deps --editable .
+    rm -f .venv/.installed-*
     touch "$stamp"
 fi
 source .venv/bin/activate

@@ -5,7 +5,7 @@ and metrics.
 
 Time of the thread that trains, by operator, without what an operator calls; what is in no operator is the host's own
 (Python, FSDP's hooks, waiting for other ranks). The share of waiting for data is of all logged steps from --from-step
-on.
+on. The JSON names the machine and commit of this summary: make it where and when the traces were made.
 """
 
 import argparse
@@ -13,6 +13,8 @@ import json
 import sys
 from collections import defaultdict
 from pathlib import Path
+
+from scripts.origin import write_results
 
 # First match wins; names are those of ATen operators, collectives and profiler annotations.
 CATEGORIES = {
@@ -27,6 +29,7 @@ CATEGORIES = {
 
 
 def category(name: str) -> str:
+    """The category of an operator, "host" for what is none."""
     return next((c for c, parts in CATEGORIES.items() if any(p in name for p in parts)), "host")
 
 
@@ -108,7 +111,7 @@ def main(argv: list[str]) -> None:
         for name, ms in s["operators"][:15]:
             print(f"    {name:60} {ms:9.1f} ms")
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps(summaries, indent=1))
+        write_results(arguments.json, summaries)
 
 
 if __name__ == "__main__":

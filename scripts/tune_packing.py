@@ -9,24 +9,21 @@ packing.target_delay, at the recipe's S_max.
 """
 
 import argparse
-import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 
-from simulate_packing import Stream, recipe_settings  # puts the repository on the path
+from tqdm import tqdm
 
-from torchtitan_wlb.config import JobConfig
+from scripts.origin import write_results
+from scripts.recipe import Lengths, MakePlanner, resolve_recipe
+from scripts.simulate_packing import WARMUP
 from torchtitan_wlb.config_manager import exit_on_config_error, load_config
 from torchtitan_wlb.logger import init_logger
-from torchtitan_wlb.packing.planner import StepPlanner
 from torchtitan_wlb.packing.quality import measure
 from torchtitan_wlb.packing.settings import PackingSettings
 from torchtitan_wlb.packing.tuning import candidate_thresholds
 
-WARMUP = 50
 PRICES = (0.02, 0.04, 0.06, 0.08, 0.12, 0.16, 0.22, 0.3, 0.4, 0.6, 0.8, 1.2)
 FACTORS = (1.25, 1.5, 2.0)
 
@@ -50,22 +47,19 @@ def front(rows: list[dict]) -> list[dict]:
     return out
 
 
-def try_all(
-    base: PackingSettings, planner: Callable[[PackingSettings], StepPlanner], steps: int, seeds: list[int]
-) -> list[dict]:
-    """Quality of all candidates, means over seeds."""
+def try_all(base: PackingSettings, make_planner: MakePlanner, steps: int, seeds: list[int]) -> list[dict]:
+    """Quality of all candidates, means over seeds; with a progress bar on a terminal."""
     rows = []
-    for factor, s in candidates(base):
-        qualities = [measure(planner(replace(s, seed=seed)), steps, WARMUP).row() for seed in seeds]
+    for factor, s in tqdm(list(candidates(base)), unit="setting", leave=False, disable=None):
+        qualities = [measure(make_planner(replace(s, seed=seed)), steps, WARMUP).row() for seed in seeds]
         mean = {k: sum(q[k] for q in qualities) / len(seeds) for k in qualities[0]}
         knob = {"delay_price": s.delay_price} if s.strategy == "wlb" else {"outlier_thresholds": list(s.thresholds)}
         rows.append({"strategy": s.strategy, "max_len_factor": factor} | knob | mean)
-        if sys.stderr.isatty():
-            print(f"\r{len(rows)} settings tried ", end="", file=sys.stderr)
     return rows
 
 
 def plot(fronts: dict[tuple[str, float], list[dict]], path: str) -> None:
+    """Time over perfect balance against delay, one line a front."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -94,10 +88,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--json", default="")
     parser.add_argument("--plot", default="")
     arguments, rest = parser.parse_known_args(argv)
-    config = load_config(rest)
-    base = recipe_settings(config, 0)
-    planner = Stream(arguments.lengths, config).planner if arguments.lengths else own_documents(config)
-    rows = try_all(base, planner, arguments.steps, arguments.seeds)
+    recipe = resolve_recipe(load_config(rest), seed=0)
+    base, packing = recipe.settings, recipe.config.packing
+    given = arguments.lengths
+    make_planner = Lengths(given, recipe.config).planner if given else recipe.own_planner()
+    rows = try_all(base, make_planner, arguments.steps, arguments.seeds)
     fronts = {
         (strategy, factor): front([r for r in rows if (r["strategy"], r["max_len_factor"]) == (strategy, factor)])
         for factor in FACTORS
@@ -111,25 +106,14 @@ def main(argv: list[str]) -> None:
             shown = f"{r['delay_mean_steps']:7.3f} {r['delay_max_steps']:7.0f} {r['imbalance_mean']:10.4f}"
             print(f"{shown} {r['time_vs_ideal']:7.4f}  {knob}")
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps(rows, indent=1))
+        write_results(arguments.json, rows, "cpu")
     if arguments.plot:
         plot(fronts, arguments.plot)
-    own = min(FACTORS, key=lambda f: abs(f - config.packing.max_len_factor))
-    within = [r for r in fronts["wlb", own] if r["delay_mean_steps"] <= config.packing.target_delay]
+    own = min(FACTORS, key=lambda f: abs(f - packing.max_len_factor))
+    within = [r for r in fronts["wlb", own] if r["delay_mean_steps"] <= packing.target_delay]
     if within:
         price = within[-1]["delay_price"]
         print(f'\n[packing]\nstrategy = "wlb"\nmax_len_factor = {own}\ndelay_price = {price}')
-
-
-def own_documents(config: JobConfig) -> Callable[[PackingSettings], StepPlanner]:
-    """Planner on the documents of a recipe."""
-    from torchtitan_wlb.data.dataloader import make_planner
-    from torchtitan_wlb.data.documents import load_documents
-    from torchtitan_wlb.data.tokenizer import Tokenizer
-
-    t, m = config.training, config.model
-    tokenizer = Tokenizer(m.tokenizer, m.add_bos, m.add_eos)
-    return partial(make_planner, load_documents(t, tokenizer, t.dataset, t.dataset_path, t.dataset_weight))
 
 
 if __name__ == "__main__":

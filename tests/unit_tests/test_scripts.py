@@ -1,15 +1,232 @@
-"""Tools that decide or sum up something: trace table, benchmark rows, CPU groups."""
+"""Tools that decide or sum up something: where results come from, pictures of runs, trace table, benchmark rows, CPU
+groups."""
 
-import sys
+import json
+import subprocess
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
+import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from scripts import benchmark_cp, benchmark_step, cpu_cluster, gpu_check, origin, plot_run, profile_costs
+from scripts.benchmark_rank import LAYOUTS
+from scripts.recipe import resolve_recipe
+from scripts.summarise_trace import category, summarise
+from torchtitan_wlb.config_manager import load_config
+from torchtitan_wlb.errors import ConfigError
+from torchtitan_wlb.models.llama import llama_configs
 
-import benchmark_step
-import cpu_cluster
-from summarise_trace import category, summarise
+REPOSITORY = Path(__file__).parents[2]
+
+
+# -- origin
+
+
+def git(folder: Path, *words: str) -> str:
+    me = ("-c", "user.name=a", "-c", "user.email=a@b.example")
+    return subprocess.run(["git", "-C", str(folder), *me, *words], check=True, capture_output=True, text=True).stdout
+
+
+def test_origin_names_the_commit_and_whether_code_differs_from_it(tmp_path):
+    assert origin.commit(tmp_path) == "unknown"
+    git(tmp_path, "init", "--quiet")
+    assert origin.commit(tmp_path) == "unknown"  # nothing committed
+    (tmp_path / "assets").mkdir()
+    for name in ("code.py", "assets/result.json"):
+        (tmp_path / name).write_text("1")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "--quiet", "-m", "first")
+    head = git(tmp_path, "rev-parse", "--short", "HEAD").strip()
+    assert origin.commit(tmp_path) == head
+    (tmp_path / "assets/result.json").write_text("2")
+    (tmp_path / "new.txt").write_text("not tracked")
+    assert origin.commit(tmp_path) == head
+    (tmp_path / "code.py").write_text("2")
+    assert origin.commit(tmp_path) == f"{head}-dirty"
+    git(tmp_path, "add", ".")
+    assert origin.commit(tmp_path) == f"{head}-dirty"
+
+
+def test_without_git_the_commit_is_unknown(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert origin.commit() == "unknown"
+
+
+def test_hardware_goes_by_type(monkeypatch):
+    monkeypatch.setattr(origin.os, "cpu_count", lambda: 6)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA X")
+    for machine, name in (("x86_64", "x86"), ("arm64", "ARM"), ("riscv64", "riscv64")):
+        monkeypatch.setattr(origin.platform, "machine", lambda m=machine: m)
+        assert origin.hardware("cpu") == f"6-core {name} CPU"
+    assert origin.hardware() == origin.hardware("cuda") == "NVIDIA X"
+
+
+def test_results_carry_their_origin(tmp_path, monkeypatch):
+    here = {"hardware": "2-core x86 CPU", "torch": "2.13.0", "commit": "abc"}
+    monkeypatch.setattr(origin, "origin", lambda device_type: here)
+    path = tmp_path / "r.json"
+    origin.write_results(str(path), [{"a": 1}, {"a": 2}])
+    assert json.loads(path.read_text()) == [{"a": 1} | here, {"a": 2} | here]
+    origin.write_results(str(path), {"a": 1})
+    assert list(json.loads(path.read_text())) == ["hardware", "torch", "commit", "a"]
+
+
+def test_committed_results_say_where_they_come_from():
+    files = sorted((REPOSITORY / "assets/results").glob("*.json"))
+    assert files
+    for path in files:
+        text = path.read_text()
+        results = json.loads(text)
+        for row in results if isinstance(results, list) else [results]:
+            assert all(row[key] for key in ("hardware", "torch", "commit")), path.name
+        assert text.rstrip("\n") == json.dumps(results, indent=1), path.name
+
+
+# -- plot_run
+
+# What a run of train.py logs, by hand.
+RECORDS = [
+    {"step": 1, "loss": 5.0, "imbalance_micro_batch": 1.5, "imbalance_cp": 1.1, "delay_mean_steps": 0.0},
+    {"step": 2, "validation_loss": 4.5},
+    {"step": 3, "loss": 3.0, "imbalance_micro_batch": 1.1, "imbalance_cp": 1.2, "delay_mean_steps": 0.5, "mfu": None},
+]
+LENGTHS = [128 * x for x in (3, 60, 17, 64, 9, 30, 2, 41, 22, 64, 5, 12)] * 20
+
+
+@pytest.fixture
+def run(tmp_path):
+    """(folder with metrics.jsonl, flags of its recipe): packed steps of a list of lengths, without training."""
+    (tmp_path / "lengths.json").write_text(json.dumps(LENGTHS))
+    recipe = f"""
+    [job]
+    dump_folder = "{tmp_path}"
+    [training]
+    dataset = "synthetic"
+    dataset_path = "{tmp_path}/lengths.json"
+    dataset_cache = "{tmp_path}/cache"
+    seq_len = 8192
+    [parallelism]
+    pipeline_parallel_degree = 2
+    """
+    (tmp_path / "recipe.toml").write_text(recipe)
+    return tmp_path, ["--job.config_file", str(tmp_path / "recipe.toml")]
+
+
+def write_metrics(folder: Path, records: list[dict], cut: str = "") -> None:
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records) + cut)
+
+
+def test_metrics_are_read_up_to_a_crash(tmp_path):
+    with pytest.raises(ConfigError, match="no step has been logged"):
+        plot_run.read_metrics(tmp_path)
+    write_metrics(tmp_path, RECORDS, cut='{"step": 4, "lo')
+    records = plot_run.read_metrics(tmp_path)
+    assert records == RECORDS
+    assert plot_run.line_of(records, "loss") == ([1, 3], [5.0, 3.0])
+    assert plot_run.line_of(records, "validation_loss") == ([2], [4.5])
+    assert plot_run.line_of(records, "mfu") == ([], [])
+
+
+def planned(flags: list[str], strategy: str, n: int) -> list:
+    """The first steps of a recipe, planned here."""
+    recipe = resolve_recipe(load_config(flags))
+    make_planner = recipe.own_planner()
+    return list(islice(make_planner(replace(recipe.tuned(make_planner), strategy=strategy)), n))
+
+
+def test_a_run_is_drawn_and_compared_with_plain(run, capsys):
+    folder, flags = run
+    steps = planned(flags, "wlb", 3)
+    write_metrics(folder, [RECORDS[0] | {"data_hash": steps[0].hash()}, RECORDS[2] | {"data_hash": steps[2].hash()}])
+    plot_run.main(flags)  # the folder is the recipe's
+    ours, plain = (sum(p.imbalance for p in plans) / 3 for plans in (steps, planned(flags, "plain", 3)))
+    assert ours != plain
+    said = capsys.readouterr().out.splitlines()
+    assert said[-2] == (
+        f"Predicted imbalance of micro-batches over 3 steps: wlb {ours:.3f}, plain on the same documents {plain:.3f}"
+    )
+    assert (folder / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_of_another_recipe_is_drawn_without_comparison(run, capsys):
+    folder, flags = run
+    write_metrics(folder, [RECORDS[0] | {"data_hash": "0" * 12}])
+    plot_run.main([str(folder), *flags, "--out", str(folder / "other.png")])
+    assert "does not plan step 1 of the run" in capsys.readouterr().out
+    assert (folder / "other.png").exists() and not (folder / "run.png").exists()
+
+
+def test_a_folder_alone_is_enough_to_draw(tmp_path, capsys):
+    write_metrics(tmp_path, RECORDS)
+    plot_run.main([str(tmp_path)])
+    assert (tmp_path / "run.png").exists() and "Predicted" not in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        plot_run.main([])
+
+
+# -- measuring
+
+
+def test_forward_and_backward_are_timed_apart(monkeypatch):
+    """A clock that every kernel call advances by a known time."""
+    now = [0.0]
+    monkeypatch.setattr(gpu_check.time, "perf_counter", lambda: now[0])
+
+    class Kernel:
+        def forward(self, *_):
+            now[0] += 0.002
+            return None, None
+
+        def backward(self, *_):
+            now[0] += 0.005
+
+    tensors = [torch.zeros(1)] * 4
+    assert gpu_check.milliseconds(Kernel(), tensors, [], 3) == pytest.approx((2.0, 5.0))
+
+
+def test_oracle_is_chosen_on_odd_rounds_and_judged_on_even_ones():
+    def row(sharding, plan, rounds):
+        return {
+            "micro_batch": 0, "sharding": sharding, "plan": plan, "measured_ms": 2.0, "predicted_ms": 1.0, "rounds_ms": rounds,
+        }  # fmt: skip
+
+    rows = [
+        row("per_sequence", "per_sequence", [4.0, 1.0, 4.0]),  # fastest on odd rounds: what the oracle takes
+        row("per_document", "per_document", [3.0, 2.0, 3.0]),
+        row("hybrid", "hybrid", [5.0, 5.0, 5.0]),
+        row("adaptive", "per_document", [3.5, 2.0, 3.5]),
+    ]
+    summary = benchmark_cp.summarise(rows, 1)
+    assert summary["oracle_ms"] == 4.0 and summary["adaptive_over_oracle"] == 3.5 / 4
+    assert summary["same_plan_measured_twice"] == 3.5 / 3 and summary["mean_absolute_prediction_error"] == 0.5
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_profile_measures_one_tensor_parallel_share_of_every_matrix(tp):
+    args = llama_configs["debugmodel"]  # 4 heads, 2 K/V heads
+    block = profile_costs.block_share(args, tp)
+    shapes = {name: tuple(p.shape) for name, p in block.named_parameters() if p.ndim == 2}
+    kv = max(1, 2 // tp) * 32
+    assert shapes == {
+        "attention.wq.weight": (128 // tp, 128), "attention.wo.weight": (128, 128 // tp),
+        "attention.wk.weight": (kv, 128), "attention.wv.weight": (kv, 128),
+        "feed_forward.w1.weight": (384 // tp, 128), "feed_forward.w3.weight": (384 // tp, 128),
+        "feed_forward.w2.weight": (128, 384 // tp),
+    }  # fmt: skip
+
+
+def test_profile_rows_are_complete(monkeypatch):
+    monkeypatch.setattr(profile_costs, "MIN_SECONDS", 0.0)
+    args, cpu = llama_configs["debugmodel_small"], torch.device("cpu")
+    rows = profile_costs.measure_attention(args, 2, torch.float32, cpu, 48)
+    assert [(r["q"], r["k"]) for r in rows] == [(16, 16), (16, 32), (32, 32), (16, 48), (32, 48), (48, 48)]
+    assert all(r["forward_ms"] > 0 and r["backward_ms"] > 0 for r in rows)
+
+
+# -- trace table
 
 
 def event(name, ts, dur, cat="cpu_op", tid=1):
@@ -34,6 +251,16 @@ def test_trace_table_counts_every_microsecond_once():
     )
     assert dict(summary["operators"])["aten::linear"] == pytest.approx(0.02) and summary["steps_ms"] == [0.1, 0.1]
     assert category("## Call CompiledFxGraph f4 ##") == "element-wise"
+
+
+# -- step benchmark
+
+
+def test_layouts_are_legal():
+    for name, layout in LAYOUTS.items():
+        args = llama_configs[layout.flavor]
+        assert layout.n % layout.dp == 0 and args.n_layers >= layout.pp and args.n_kv_heads % layout.tp == 0, name
+    assert LAYOUTS["tp2"].ranks == 2 and LAYOUTS["dp2pp4"].ranks == 8
 
 
 def test_gains_are_over_plain_of_the_same_schedule():

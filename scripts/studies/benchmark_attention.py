@@ -1,6 +1,6 @@
 """The CPU attention kernel on one core: chunks and whole documents, packed documents and a dense mask, memory.
 
-    python scripts/benchmark_attention.py --json OUT
+    python scripts/studies/benchmark_attention.py --json OUT
 
 1. The two chunks of either rank of one 16K document at CP=2 against half of causal SDPA over the whole document.
 2. 64 packed documents of 256 tokens against SDPA with a dense boolean mask.
@@ -11,7 +11,6 @@ import argparse
 import json
 import multiprocessing
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +18,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
+from scripts.origin import write_results
 from torchtitan_wlb.context_parallel.shard_plan import per_document
-from torchtitan_wlb.models.attention import SDPA, Segments
+from torchtitan_wlb.models.kernels import SDPA, Segments
 
 HEADS, DIM = 2, 64
 
@@ -32,12 +30,14 @@ def tensors(tokens: int) -> list[torch.Tensor]:
 
 
 def kernel(qkv: list[torch.Tensor], segments: Segments) -> None:
+    """Forward and backward of the project's kernel."""
     q, k, v = qkv
     out, lse = SDPA.forward(q, k, v, segments)
     SDPA.backward(torch.ones_like(out), q, k, v, out, lse, segments)
 
 
 def torch_sdpa(qkv: list[torch.Tensor], mask: torch.Tensor | None) -> None:
+    """Forward and backward of torch's scaled_dot_product_attention, causal without a mask."""
     q, k, v = (x.transpose(0, 1)[None].requires_grad_() for x in qkv)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
     torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
@@ -55,6 +55,7 @@ def interleaved(runs: dict[str, Callable[[], None]], rounds: int) -> dict[str, f
 
 
 def chunks() -> dict:
+    """1. of the module docstring."""
     tokens = 16384
     plan = per_document([tokens], tokens, 2)
     whole = tensors(tokens)
@@ -69,6 +70,7 @@ def chunks() -> dict:
 
 
 def packed() -> dict:
+    """2. of the module docstring."""
     n, d = 64, 256
     qkv = tensors(n * d)
     document = torch.arange(n * d) // d
@@ -95,6 +97,7 @@ def _peak(tokens: int, queue) -> None:
 
 
 def memory() -> list[dict]:
+    """3. of the module docstring."""
     rows = []
     context = multiprocessing.get_context("spawn")
     for tokens in (4096, 8192, 16384, 32768, 65536):
@@ -112,7 +115,7 @@ if __name__ == "__main__":
     parser.add_argument("--json", required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    results = {"hardware": "one core of a 2-core x86 CPU", "heads": HEADS, "head_dim": DIM}
+    results: dict = {"threads": 1, "heads": HEADS, "head_dim": DIM}
     results |= {"chunks": chunks(), "packed": packed(), "memory": memory()}
-    Path(arguments.json).write_text(json.dumps(results, indent=1))
+    write_results(arguments.json, results, "cpu")
     print(json.dumps(results, indent=1))

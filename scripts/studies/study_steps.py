@@ -1,6 +1,6 @@
 """Predicted step of the 7B recipe in layouts that this machine cannot run: which part of the method gives how much.
 
-    python scripts/study_steps.py --lengths L.json --out assets/results/step_model_7b.json
+    python scripts/studies/study_steps.py --lengths L.json --out assets/results/step_model_7b.json
 
 For every layout and part (packing and context-parallel sharding) the steps of one stream of documents, 50 of warm-up
 and then --steps / DP (at least 40), go through the time model of the recipe's schedule: attention of a micro-batch
@@ -13,25 +13,22 @@ L.json is a list of lengths for a window of 128K; they are scaled to other windo
 """
 
 import argparse
-import json
 import sys
-from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
-from simulate_packing import WARMUP, Stream, recipe_args, recipe_pipelines, recipe_settings  # sets the path
 
-from torchtitan_wlb.config_manager import load_config
+from scripts.origin import write_results
+from scripts.recipe import Lengths, resolve_recipe
+from scripts.simulate_packing import WARMUP
+from torchtitan_wlb.config_manager import exit_on_config_error, load_config
 from torchtitan_wlb.context_parallel.selection import attention_seconds, choose_plan
-from torchtitan_wlb.cost.devices import DEVICES
-from torchtitan_wlb.cost.kernel_cost import KernelCost, build_kernel_cost
+from torchtitan_wlb.cost.profile import build_kernel_cost
 from torchtitan_wlb.data.micro_batch import padded_length
 from torchtitan_wlb.packing.planner import StepPlan
 from torchtitan_wlb.packing.quality import slowest_pipeline
 from torchtitan_wlb.packing.settings import PackingSettings
 from torchtitan_wlb.packing.spans import lengths
-from torchtitan_wlb.packing.tuning import tune
 
 RECIPE = ["--job.config_file", "train_configs/llama_7b_128k_wlb.toml"]
 # window, (TP, CP, PP, DP): the paper's 7B, then more replicas, then a longer context-parallel group.
@@ -70,15 +67,10 @@ class Layout:
             "parallelism.pipeline_parallel_degree": pp,
             "parallelism.data_parallel_shard_degree": self.dp,
         }
-        self.config = load_config([*RECIPE, *[x for k, v in flags.items() for x in (f"--{k}", str(v))], *rest])
-        self.settings = recipe_settings(self.config, 0)
-        self.model, _ = recipe_pipelines(self.config, self.settings)
-        args = recipe_args(self.config)
-        self.layers, self.tp = args.n_layers, tp
-        self.kernel: KernelCost = build_kernel_cost(
-            self.config.cost_model.profile, DEVICES["h100"], layer_flops_per_pair=args.layer_flops_per_pair,
-            kv_dim=args.n_kv_heads * args.head_dim, tp=tp, bytes_per_value=2,
-        )  # fmt: skip
+        words = [x for k, v in flags.items() for x in (f"--{k}", str(v))]
+        self.recipe = recipe = resolve_recipe(load_config([*RECIPE, *words, *rest]), seed=0)
+        self.model, self.layers, self.tp = recipe.step_model(), recipe.args.n_layers, tp
+        self.kernel = build_kernel_cost(recipe.profile, recipe.device, recipe.args, tp=tp, bytes_per_value=2)
 
     def step_seconds(self, plan: StepPlan, settings: PackingSettings, sharding: str) -> float:
         """Predicted seconds of the slowest pipeline."""
@@ -91,15 +83,12 @@ class Layout:
         return slowest_pipeline(plan, attention, linear, tokens, self.model, self.dp, settings.balances)
 
 
-def study(layout: Layout, stream: Stream, steps: int) -> list[dict]:
+def study(layout: Layout, documents: Lengths, steps: int) -> list[dict]:
     """A row for every part."""
     rows: list[dict] = []
-    target = layout.config.packing.target_delay
     for strategy, sharding in PARTS:
-        settings = replace(layout.settings, strategy=strategy)
-        if strategy == "wlb":
-            settings = tune(settings, target, stream.planner)
-        plans = list(islice(stream.planner(settings), WARMUP, WARMUP + steps))
+        settings = layout.recipe.tuned(documents.planner, strategy)
+        plans = list(islice(documents.planner(settings), WARMUP, WARMUP + steps))
         seconds = [layout.step_seconds(p, settings, sharding) for p in plans]
         tokens = sum(p.tokens for p in plans)
         row = {
@@ -127,14 +116,15 @@ def main(argv: list[str]) -> None:
     results = []
     for window, degrees in LAYOUTS:
         layout = Layout(window, degrees, rest)
-        stream = Stream(arguments.lengths, layout.config, scale=window / 131072)
+        documents = Lengths(arguments.lengths, layout.recipe.config, scale=window / 131072)
         # The same number of micro-batches planned for every layout, within reason.
-        steps = max(40, arguments.steps // layout.dp)
-        for row in study(layout, stream, steps):
+        steps = max(min(40, arguments.steps), arguments.steps // layout.dp)
+        for row in study(layout, documents, steps):
             results.append({"window": window, **dict(zip(("tp", "cp", "pp", "dp"), degrees)), "steps": steps} | row)
             print(results[-1], flush=True)
-    Path(arguments.out).write_text(json.dumps(results, indent=1))
+    write_results(arguments.out, results, "cpu")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with exit_on_config_error():
+        main(sys.argv[1:])

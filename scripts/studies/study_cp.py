@@ -1,13 +1,12 @@
 """What shard plans promise, from a list of document lengths: balance, predicted latency with a GPU kernel curve, K/V
 traffic.
 
-    python scripts/study_cp.py --lengths L.json [--curve C.csv] --out assets/results/cp_plans.json [--plot
+    python scripts/studies/study_cp.py --lengths L.json [--curve C.csv] --out assets/results/cp_plans.json [--plot
     assets/images/cp_plans.png]
 
 Micro-batches are filled with whole documents drawn from the list, the last one cut at the window. The curve is a CSV
 with columns L, cp, tp, duration_per_doc (milliseconds of one causal forward of 64 heads of 128); without it the
-built-in H100 model is used. Torch's own balancers need lengths
-divisible by 2 CP: they get the lengths rounded up.
+built-in H100 model is used. Torch's own balancers need lengths divisible by 2 CP: they get the lengths rounded up.
 """
 
 import argparse
@@ -19,17 +18,16 @@ import time
 from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from torch.distributed.tensor.experimental._context_parallel import _load_balancer as native
 
-from torchtitan_wlb.context_parallel.exchange import chunk_table, received_tokens
+from scripts.origin import write_results
+from torchtitan_wlb.context_parallel.exchange import shard_meta
 from torchtitan_wlb.context_parallel.selection import KINDS, attention_seconds, build_plan, choose_plan
 from torchtitan_wlb.context_parallel.shard_plan import per_document, per_sequence
+from torchtitan_wlb.context_parallel.traffic import chunk_table, received_tokens
 from torchtitan_wlb.cost.devices import DEVICES
 from torchtitan_wlb.cost.kernel_cost import SHORT_QUERIES, KernelCost, analytic_kernel_cost
-from torchtitan_wlb.data.micro_batch import attention_meta, padded_length
+from torchtitan_wlb.data.micro_batch import padded_length
 
 WINDOW = 131072
 
@@ -138,7 +136,7 @@ def planning_times(lengths: list[int]) -> list[dict]:
         times = []
         for _ in range(7):
             began = time.perf_counter()
-            attention_meta(choose_plan(mb, total, 16, "adaptive", cost), 3)
+            shard_meta(choose_plan(mb, total, 16, "adaptive", cost), 3)
             times.append((time.perf_counter() - began) * 1e3)
         rows.append({"documents": n, "cp": 16, "ms": min(times)})
         print(rows[-1], flush=True)
@@ -146,6 +144,7 @@ def planning_times(lengths: list[int]) -> list[dict]:
 
 
 def plot(rows: list[dict], path: str) -> None:
+    """Bars of the slowest rank over perfect for every CP and choice of plan."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -183,7 +182,7 @@ def main(argv: list[str]) -> None:
         "balance": balance(fill(lengths, 1000)),
         "planning": planning_times(lengths),
     }
-    Path(arguments.out).write_text(json.dumps(results, indent=1))
+    write_results(arguments.out, results, "cpu")
     if arguments.plot:
         plot(results["latency"], arguments.plot)
 

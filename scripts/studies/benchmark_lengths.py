@@ -1,6 +1,6 @@
 """What ever new micro-batch lengths cost under tensor parallelism, eager and compiled, for several seq_len_multiple.
 
-    python scripts/benchmark_lengths.py --json OUT
+    python scripts/studies/benchmark_lengths.py --json OUT
 
 Two ranks, TP=2. For every multiple: steps of 4 micro-batches packed by wlb (new lengths all the time) against steps of
 the same documents cut into constant lengths (plain), interleaved, in seconds a token, after some steps of both. Under
@@ -8,34 +8,30 @@ torch.compile also the number of graphs of every compiled region over all micro-
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parent))
-
-from benchmark_rank import DEVICE, DTYPE, load_synthetic
-from cpu_cluster import as_ranks
-
+from scripts.benchmark_rank import DEVICE, DTYPE, load_synthetic
+from scripts.cpu_cluster import as_ranks
+from scripts.origin import write_results
 from torchtitan_wlb.config import JobConfig
 from torchtitan_wlb.cost.devices import DEVICES
 from torchtitan_wlb.cost.kernel_cost import analytic_kernel_cost
 from torchtitan_wlb.cost.profile import build_cost_model
 from torchtitan_wlb.cost.step_time import without_pipelining
-from torchtitan_wlb.data.dataloader import StepBatch, StepDataset, make_planner
-from torchtitan_wlb.data.micro_batch import Layout
+from torchtitan_wlb.data.dataloader import make_planner
+from torchtitan_wlb.data.step_builder import Layout, StepBatch, StepBuilder
 from torchtitan_wlb.data.tokenizer import Tokenizer
-from torchtitan_wlb.models.attention import SDPA
+from torchtitan_wlb.models.kernels import SDPA
 from torchtitan_wlb.models.llama import llama_configs
 from torchtitan_wlb.packing.settings import resolve_settings
 from torchtitan_wlb.packing.tuning import tune
@@ -48,31 +44,32 @@ N, WINDOW, TP = 4, 4096, 2
 
 
 def build_pipeline(compile: bool) -> Pipeline:
+    """debugmodel over two tensor-parallel ranks."""
     dims = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=TP, pp=1)
     mesh = dims.build_mesh("cpu")
     tokenizer = Tokenizer("bytes")
     args = replace(llama_configs["debugmodel"], vocab_size=tokenizer.padded_vocab_size)
     model = build_stage(
-        args, range(args.n_layers), mesh, dims, None,
+        args, range(args.n_layers), mesh, dims, kernel=SDPA,
         n_ids=tokenizer.n_ids, max_position=WINDOW, loss_chunk=1024, seed=0, device=DEVICE,
-        kernel=SDPA, param_dtype=DTYPE, reduce_dtype=DTYPE, reshard_after_forward=False, compile=compile,
+        param_dtype=DTYPE, reduce_dtype=DTYPE, reshard_after_forward=False, compile=compile,
     )  # fmt: skip
     return Pipeline(
-        [model], actions=[], mesh=mesh, device=DEVICE, dtype=DTYPE, dim=args.dim, tp=TP,
+        [model], actions=[], world_mesh=mesh, device=DEVICE, dtype=DTYPE, dim=args.dim, tp=TP,
         clock=MicroBatchClock(DEVICE, timed=False),
     )  # fmt: skip
 
 
-def steps_of(strategy: str, multiple: int, cache: str):
-    """Endless StepBatches of a strategy, and the lengths that occur in 250 steps."""
+def steps_of(strategy: str, multiple: int, cache: str) -> tuple[Iterator[StepBatch], int, float]:
+    """(endless steps of a strategy, how many lengths of micro-batches occur in 250 steps, share of padding in them)."""
     config = JobConfig()
     t = config.training
     t.seq_len, t.seq_len_multiple, t.global_batch_size, t.dataset_cache = WINDOW, multiple, N, cache
     config.packing.strategy = strategy  # type: ignore[assignment]
     documents = load_synthetic(config, WINDOW)
     args = replace(llama_configs["debugmodel"], vocab_size=384)
-    cost = build_cost_model("", "cpu", args, tp=1, cp=1)
-    settings = resolve_settings(t, config.packing, seed=0, dp=1, pp=1, cost=cost, documents=documents.fingerprint)
+    cost = build_cost_model(None, "cpu", args, tp=1, cp=1)
+    settings = resolve_settings(t, config.packing, n=N, pp=1, seed=0, cost=cost, documents=documents.fingerprint)
     settings = tune(settings, config.packing.target_delay, partial(make_planner, documents))
     layout = Layout(
         dp=1, dp_rank=0, cp=1, cp_rank=0, tp=TP, tp_rank=dist.get_rank(), sharding="adaptive",
@@ -81,7 +78,8 @@ def steps_of(strategy: str, multiple: int, cache: str):
     plans = list(islice(make_planner(documents, settings), 250))
     lengths = Counter(int(t) for p in plans for t in p.padded)
     padding = 1 - sum(p.tokens for p in plans) / sum(int(p.padded.sum()) for p in plans)
-    return iter(StepDataset(documents, settings, layout)), len(lengths), padding
+    steps = map(StepBuilder(documents, settings, layout), make_planner(documents, settings))
+    return steps, len(lengths), padding
 
 
 def train(pipeline: Pipeline, batch: StepBatch) -> float:
@@ -89,7 +87,7 @@ def train(pipeline: Pipeline, batch: StepBatch) -> float:
     dist.barrier()
     began = time.perf_counter()
     pipeline.forward_backward(batch.micro_batches, 1.0 / batch.n_targets)
-    for p in pipeline.models[0].parameters():
+    for p in pipeline.model_parts[0].parameters():
         p.grad = None
     dist.barrier()
     return (time.perf_counter() - began) / sum(sum(mb.lengths) for mb in batch.micro_batches)
@@ -106,6 +104,7 @@ def graphs_per_region() -> dict[str, int]:
 
 
 def work(arguments: argparse.Namespace) -> None:
+    """One rank."""
     rows = []
     for compile in (False, True):
         for multiple in map(int, arguments.multiples.split(",")):
@@ -129,7 +128,7 @@ def work(arguments: argparse.Namespace) -> None:
             })  # fmt: skip
             if dist.get_rank() == 0:
                 print({k: v for k, v in rows[-1].items() if not k.startswith("us_")}, flush=True)
-                Path(arguments.json).write_text(json.dumps(rows, indent=1))
+                write_results(arguments.json, rows, "cpu")
 
 
 def main(argv: list[str]) -> None:

@@ -1,0 +1,134 @@
+"""What decides packing in a recipe, resolved as train.py does it, without any training: layout, costs, settings."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from torchtitan_wlb.config import JobConfig
+from torchtitan_wlb.config_checks import resolve_batch, validate
+from torchtitan_wlb.cost.devices import DEVICES, find_device
+from torchtitan_wlb.cost.profile import Profile, build_cost_model, read_profile
+from torchtitan_wlb.cost.step_time import StepModel
+from torchtitan_wlb.data.dataloader import make_planner
+from torchtitan_wlb.data.documents import Documents, load_documents
+from torchtitan_wlb.data.prepare import apply_length_policy
+from torchtitan_wlb.data.tokenizer import Tokenizer
+from torchtitan_wlb.errors import ConfigError
+from torchtitan_wlb.models.llama import ModelArgs, llama_configs
+from torchtitan_wlb.packing.planner import StepPlanner
+from torchtitan_wlb.packing.settings import PackingSettings, resolve_settings
+from torchtitan_wlb.packing.tuning import tune
+from torchtitan_wlb.parallelisms.parallel_dims import ParallelDims
+from torchtitan_wlb.parallelisms.pipeline_llama import plan_pipeline
+
+MakePlanner = Callable[[PackingSettings], StepPlanner]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe whose packing is resolved.
+
+    Attributes:
+        dims: parallel degrees.
+        tokenizer, args: the model's, args with the vocabulary of the tokenizer.
+        device: key of DEVICES. profile: of cost_model.profile, None without one.
+        settings: as configured; what is "auto" is open (see `tuned`).
+    """
+
+    config: JobConfig
+    dims: ParallelDims
+    tokenizer: Tokenizer
+    args: ModelArgs
+    device: str
+    profile: Profile | None
+    settings: PackingSettings
+
+    def tuned(self, make_planner: MakePlanner, strategy: str = "") -> PackingSettings:
+        """Settings with "auto" found on the documents of a planner; with another strategy, if one is given."""
+        settings = replace(self.settings, strategy=strategy or self.settings.strategy)
+        return tune(settings, self.config.packing.target_delay, make_planner)
+
+    def own_documents(self) -> Documents:
+        """The documents of the recipe, from the cache or prepared now."""
+        t = self.config.training
+        return load_documents(t, self.tokenizer, t.dataset, t.dataset_path, t.dataset_weight)
+
+    def own_planner(self) -> MakePlanner:
+        """Planner on the documents of the recipe for given settings."""
+        return partial(make_planner, self.own_documents())
+
+    def step_model(self) -> StepModel:
+        """The time model of one of the recipe's pipelines."""
+        p, dims = self.config.parallelism, self.dims
+        value_bytes = getattr(torch, self.config.training.mixed_precision_param).itemsize
+        plan = plan_pipeline(
+            self.args,
+            schedule=p.pipeline_parallel_schedule,
+            pp=dims.pp,
+            stages_per_rank=p.pipeline_parallel_stages_per_rank,
+            m=self.settings.n // dims.dp,
+            seq_len=self.config.training.seq_len,
+            cost=self.settings.cost,
+            device=DEVICES[self.device],
+            bytes_per_token=self.args.dim * value_bytes / (dims.tp * dims.cp),
+            recomputed=self.config.activation_checkpoint.recomputed,
+        )
+        return plan.step_model
+
+
+def resolve_recipe(config: JobConfig, *, ranks: int = 0, seed: int | None = None) -> Recipe:
+    """Resolve what decides packing.
+
+    Args:
+        ranks: processes of the run; 0: as many as the degrees need, with one data-parallel rank where that degree is
+            left open.
+        seed: of the order of the documents, debug.seed without.
+
+    Raises:
+        ConfigError: the recipe could not be trained.
+    """
+    p = config.parallelism
+    least = p.data_parallel_replicate_degree * max(1, p.data_parallel_shard_degree) * p.context_parallel_degree
+    least *= p.tensor_parallel_degree * p.pipeline_parallel_degree
+    dims = validate(config, ranks or least)
+    tokenizer = Tokenizer(config.model.tokenizer, config.model.add_bos, config.model.add_eos)
+    args = replace(llama_configs[config.model.flavor], vocab_size=tokenizer.padded_vocab_size)
+    device = find_device(config.cost_model.device, torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
+    profile = read_profile(config.cost_model.profile, args, tp=dims.tp)
+    settings = resolve_settings(
+        config.training,
+        config.packing,
+        n=resolve_batch(config, dims),
+        pp=dims.pp,
+        seed=config.debug.seed if seed is None else seed,
+        cost=build_cost_model(profile, device, args, tp=dims.tp, cp=dims.cp),
+        documents="",  # plans do not depend on the fingerprint
+    )
+    return Recipe(config, dims, tokenizer, args, device, profile, settings)
+
+
+class Lengths:
+    """Documents of a JSON list of lengths (times scale), after the length policy of a recipe; they have no tokens.
+
+    Raises:
+        ConfigError: the file is not such a list.
+    """
+
+    def __init__(self, path: str, config: JobConfig, scale: float = 1.0):
+        try:
+            listed = np.asarray(json.loads(Path(path).read_bytes()), dtype=np.float64)
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(f"--lengths {path}: not a JSON list of lengths ({error})") from error
+        rows = np.ceil(listed * scale).astype(np.int64)
+        table, _ = apply_length_policy(rows, config.training.seq_len, config.training.long_documents)
+        self.lengths = table[:, 2] - table[:, 1]
+        self.lengths = self.lengths[self.lengths > 1]
+
+    def planner(self, settings: PackingSettings) -> StepPlanner:
+        """Planner on these documents for given settings."""
+        return StepPlanner(settings, [len(self.lengths)], [1.0], lambda ids: self.lengths[ids])
