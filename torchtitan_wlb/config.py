@@ -138,8 +138,8 @@ class Packing(Section):
     target_delay steps on average."""
     target_delay: PositiveFloat = 0.45
     """Mean delay in steps that auto aims at."""
-    max_delay_steps: Natural = 15
-    """wlb: a document that has waited so long leaves, whatever it does to the balance."""
+    max_delay_steps: Count = 15
+    """A document has left after so many steps, whatever the lengths and whatever it does to the balance."""
     outlier_thresholds: SeveralOrAuto[Annotated[tuple[Count, ...], Field(min_length=1)]] = "auto"
     """wlb_paper: lengths L_1 < L_2 < ... in tokens; documents of L_i to L_(i+1) wait in queue i until it holds N of
     them. auto: the best balance on the documents within target_delay, found at the first step."""

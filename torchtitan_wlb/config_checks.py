@@ -12,6 +12,7 @@ from torchtitan_wlb.config import JobConfig
 from torchtitan_wlb.data.sources import SOURCES
 from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.models.llama import llama_configs
+from torchtitan_wlb.packing.deadline import Deadline
 from torchtitan_wlb.parallelisms.parallel_dims import ParallelDims
 from torchtitan_wlb.parallelisms.schedules import count_stages, default_micro_batches, schedule_problem
 
@@ -127,6 +128,14 @@ def check_packing(config: JobConfig, dims: ParallelDims) -> Problems:
             f"--packing.max_tokens_in_flight {k.max_tokens_in_flight}: must be 0 or at least pipeline degree x "
             f"seq_len = {dims.pp * window}, the average"
         )
+    n, multiple = resolve_batch(config, dims), config.training.length_multiple
+    capacity = int(k.max_len_factor * window) // multiple * multiple if k.strategy.startswith("wlb") else window
+    least = Deadline(n, capacity, 0, window).least_delay(k.window if k.strategy.startswith("fixed") else 0)
+    if k.max_delay_steps < least and not k.strategy.startswith("plain"):
+        yield (
+            f"--packing.max_delay_steps {k.max_delay_steps}: must be at least {least} with {n} micro-batches of at most "
+            f"{capacity} tokens (--packing.strategy {k.strategy}), or documents could wait longer"
+        )
     if k.strategy == "fixed_solver" and importlib.util.find_spec("scipy") is None:
         yield "--packing.strategy fixed_solver needs SciPy: pip install torchtitan_wlb[solver]"
 
@@ -174,7 +183,7 @@ def settings_without_effect(config: JobConfig) -> list[str]:
     k, p, t = config.packing, config.parallelism, config.training
     unused = [
         ("packing", "delay_price", k.strategy != "wlb", "only wlb uses it"),
-        ("packing", "max_delay_steps", k.strategy != "wlb", "only wlb uses it"),
+        ("packing", "max_delay_steps", k.strategy.startswith("plain"), "nothing waits"),
         ("packing", "max_tokens_in_flight", k.strategy != "wlb", "only wlb uses it"),
         ("packing", "outlier_thresholds", k.strategy != "wlb_paper", "only wlb_paper uses it"),
         ("packing", "max_len_factor", not k.strategy.startswith("wlb"), "only wlb and wlb_paper use it"),

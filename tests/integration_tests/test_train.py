@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -244,7 +245,7 @@ def test_the_quick_start_learns_smoothly_and_as_one_process_does(tmp_path):
     train([*recipe, *layout(), "--job.dump_folder", str(tmp_path / "one")], processes=1)
     four, one = series(tmp_path / "four", "loss"), series(tmp_path / "one", "loss")
     assert len(four) == 30 and [f"{x:.3f}" for x in four] == [f"{x:.3f}" for x in one]
-    assert four[-1] < four[0] - 2 and max(b - a for a, b in zip(four, four[1:])) < 0.3
+    assert four[-1] < four[0] - 2 and max(b - a for a, b in pairwise(four)) < 0.3
 
 
 def test_a_state_of_an_optimizer_or_of_the_documents_can_be_left_out(corpus, straight, tmp_path):

@@ -69,6 +69,8 @@ BAD = [
     (["--packing.delay_price", "0"], 4, r"delay_price 0: input should be greater than 0"),
     (["--packing.delay_price", "inf"], 4, r"delay_price inf: input should be a finite number"),
     (["--packing.window", "100000000"], 4, r"window 100000000: input should be less than or equal to 1024"),
+    (["--packing.max_delay_steps", "3"], 4, r"max_delay_steps 3: must be at least 4 with 4 micro-batches of at most 6144 tokens"),
+    (["--packing.strategy", "fixed", "--packing.window", "8"], 4, r"max_delay_steps 15: must be at least 22 with .* --packing.strategy fixed"),
     (["--packing.max_tokens_in_flight", "4096"], 4, r"max_tokens_in_flight 4096: must be 0 or at least .* = 8192"),
     (["--debug.seed", "-1", "--optimizer.lr", "nan", "--checkpoint.keep_latest_k", "-1"], 4, r"keep_latest_k -1: input should be greater than or equal to 0"),
     (["--lr_scheduler.min_lr_factor", "-5"], 4, r"min_lr_factor -5: input should be greater than or equal to 0"),

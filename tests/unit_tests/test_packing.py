@@ -16,6 +16,7 @@ from torchtitan_wlb.cost.profile import build_cost_model, read_profile
 from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.models.llama import llama_configs
 from torchtitan_wlb.packing.baselines import Plain, PlainWhole
+from torchtitan_wlb.packing.deadline import Deadline
 from torchtitan_wlb.packing.greedy import deal, spread
 from torchtitan_wlb.packing.planner import StepPlanner, make_packer
 from torchtitan_wlb.packing.quality import measure
@@ -85,7 +86,7 @@ def test_conservation_caps_and_statistics_at_every_step(tokens, n, strategy, mul
             "wlb_paper",
             "wlb",
         ):  # whole documents until the running total reaches step x N x seq_len
-            total = sum(r[0] for r in arrived.values())
+            total = sum(r[0] for r in arrived.values()) + plan.state["given_up"]
             assert total >= plan.step * n * 100 > total - int(drawn_lengths[-1]) or not plan.arrived
         assert len(plan.bounds) == n + 1 and plan.bounds[-1] == len(plan.spans)
         delays = []
@@ -172,6 +173,42 @@ def test_plain_cuts_at_the_window():
     assert isinstance(planner.packer, Plain)
 
 
+_RNG = np.random.default_rng(0)
+STREAMS = {
+    "equal": [80] * 50,
+    "just above half a window": [51] * 50,
+    "just above half of S_max": [76] * 50,
+    "whole windows": [100] * 50,
+    "two lengths": [80, 30] * 50,
+    "one token or a window": [100, 1] * 50,
+    "one huge among tiny": ([3] * 400 + [100]) * 3,
+    "tiny": [1] * 500,
+    "bursts": ([3] * 300 + [100] * 5 + [3] * 300 + [70] * 6) * 2,
+    "uniform": _RNG.integers(1, 101, 500).tolist(),
+    "long-tailed": np.minimum(_RNG.lognormal(2, 1.5, 1000).astype(int) + 1, 100).tolist(),
+    "rising": list(range(1, 101)) * 3,
+}
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize("n, max_delay, s_max", [(1, 15, 150), (4, 15, 100), (4, 7, 150), (8, 15, 150), (16, 15, 120)])
+@pytest.mark.parametrize("strategy", ["plain", "plain_whole", "fixed", "wlb_paper", "wlb"])
+def test_nobody_waits_longer_than_the_limit_and_the_state_does_not_grow(stream, n, max_delay, s_max, strategy):
+    planner = make_planner(STREAMS[stream], n=n, s_max=s_max, max_delay=max_delay, strategy=strategy, window=1)
+    deadline = planner.settings.deadline
+    assert max_delay >= deadline.least_delay(1 if strategy == "fixed" else 0)
+    trained = []
+    for _ in range(300):
+        plan = next(planner)
+        assert max(plan.delay[1], plan.waiting[2]) <= max_delay
+        assert plan.waiting[1] <= deadline.room + 100 and lengths(plan.spans).sum() > 0
+        trained.append(plan.tokens)
+    # What is drawn is trained: as full as documents of this length allow, half of S_max at least.
+    assert np.mean(trained[50:]) >= 0.49 * n * 100
+    if strategy.startswith("wlb"):  # what was given up is not asked for later
+        assert planner.step * n * 100 - sum(planner.order.drawn_tokens) - planner.given_up <= n * 100
+
+
 def test_plain_whole_is_next_fit():
     planner = make_planner([6, 6, 6, 6], n=2, seq_len=13, strategy="plain_whole")
     assert [len(mb) for mb in micro_batches(next(planner))] == [2, 2] and isinstance(planner.packer, PlainWhole)
@@ -188,7 +225,7 @@ def _first_ids(planner, per_step):
 
 
 def test_algorithm_1_keeps_what_does_not_fit():
-    packer = WLBPaper(2, capacity=10, thresholds=(), cost=COST)
+    packer = WLBPaper(Deadline(2, 10, max_delay=15, longest=10), thresholds=(), cost=COST)
     where = packer._place(as_spans([(i, 0, d, 1) for i, d in enumerate((6, 6, 6, 3))]))
     assert where.tolist() == [0, 1, -1, 0]
 

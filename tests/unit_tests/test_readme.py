@@ -24,7 +24,7 @@ def test_links_lead_to_files():
 
 def test_keys_exist():
     for section, key in re.findall(r"(?:--|`)(\w+)\.(\w+)\b", README):
-        if section in SECTIONS:
+        if section in SECTIONS and key not in ("json", "jsonl", "toml"):  # files
             assert key in SECTIONS[section].model_fields, f"{section}.{key}"
 
 

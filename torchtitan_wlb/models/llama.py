@@ -45,8 +45,8 @@ llama_configs = {
     "debugmodel": ModelArgs(dim=128, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=384),
     "debugmodel_wide": ModelArgs(dim=2048, n_layers=1, n_heads=16, n_kv_heads=8, ffn_dim=6144),
     # For scripts/benchmark_step.py: small models for which, on a CPU, long documents are as much dearer as for the 7B
-    # on an H100. A token of an 8K document costs these three 5 to 7 times as much as one of a document of 64 tokens; for
-    # the 7B and a document of 128K the cost model says 5.1 to 5.5 times.
+    # on an H100. A token of an 8K document costs these three 5 to 7 times as much as one of a document of 64 tokens;
+    # for the 7B and a document of 128K the cost model says 5.1 to 5.5 times.
     "debugmodel_long": ModelArgs(dim=128, n_layers=4, n_heads=8, n_kv_heads=2, ffn_dim=256),
     "debugmodel_longer": ModelArgs(dim=256, n_layers=4, n_heads=16, n_kv_heads=4, ffn_dim=256),
     "debugmodel_small": ModelArgs(dim=64, n_layers=4, n_heads=4, n_kv_heads=1, ffn_dim=64),

@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from torchtitan_wlb.packing.deadline import Deadline
 from torchtitan_wlb.packing.packer import Arrivals, Packed, Packer
-from torchtitan_wlb.packing.spans import NONE, START, STOP, group, lengths, longest_first
+from torchtitan_wlb.packing.spans import ARRIVAL, NONE, START, STOP, group, lengths, longest_first
 
 
 class Plain(Packer):
@@ -59,12 +60,14 @@ class Fixed(Packer):
     (Fixed-4D).
 
     Args:
+        deadline: n micro-batches a step, the tokens of each, and the longest delay.
         assign: function (weights [k], tokens [k], bins, capacity) -> bin of every document, -1 for those that do not
             fit; documents come longest first. `spread` is the greedy one, `solver.assign_exactly` the integer program.
     """
 
-    def __init__(self, n: int, seq_len: int, window: int, assign: Callable):
-        self.n, self.seq_len, self.window, self.assign = n, seq_len, window, assign
+    def __init__(self, deadline: Deadline, window: int, assign: Callable):
+        self.deadline, self.n, self.seq_len = deadline, deadline.n, deadline.capacity
+        self.window, self.assign = window, assign
         self.kept = [NONE]  # what did not fit, then the micro-batches of the steps to come
 
     def pack(self, arrivals: Arrivals) -> Packed:
@@ -74,7 +77,13 @@ class Fixed(Packer):
             drawn = arrivals.take(bins * self.seq_len - int(lengths(carry).sum()))
             spans = longest_first(np.concatenate([carry, drawn]))
             tokens = lengths(spans)
-            where = np.asarray(self.assign(tokens.astype(float) ** 2, tokens, bins, self.seq_len))
+            weights = tokens.astype(float) ** 2
+            where = np.asarray(self.assign(weights, tokens, bins, self.seq_len))
+            # Those that cannot wait for another window must leave in time in this one.
+            due = spans[:, ARRIVAL] <= self.deadline.due(spans, arrivals.step, idle=self.window)
+            leaves = arrivals.step + where // self.n - spans[:, ARRIVAL]
+            if (due & ((where < 0) | (leaves > self.deadline.max_delay))).any():
+                where = self.deadline.place(spans, due, weights, self.window)
             carry, planned = spans[where < 0], [spans[where == b] for b in range(bins)]
         now, self.kept = planned[: self.n], [carry, *planned[self.n :]]
         return np.concatenate([NONE, *now]), np.cumsum([0, *map(len, now)])

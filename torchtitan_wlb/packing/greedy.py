@@ -5,7 +5,13 @@ import heapq
 import numpy as np
 
 
-def spread(weights: np.ndarray, tokens: np.ndarray, bins: int, capacity: int | np.ndarray) -> np.ndarray:
+def spread(
+    weights: np.ndarray,
+    tokens: np.ndarray,
+    bins: int,
+    capacity: int | np.ndarray,
+    load: np.ndarray | None = None,
+) -> np.ndarray:
     """Put every document, in the given order, into the lightest bin.
 
     A bin that has no room for the document it should get is full: it gets none of the documents after it either. Those
@@ -14,13 +20,15 @@ def spread(weights: np.ndarray, tokens: np.ndarray, bins: int, capacity: int | n
     Args:
         weights: [k] work of the documents. tokens: [k].
         capacity: tokens a bin may hold, or [bins] one for each.
+        load: [bins] work that is in them already.
 
     Returns:
         [k] bin of every document, -1 where no bin has room.
     """
     where = [-1] * len(tokens)
     room = np.broadcast_to(capacity, bins).tolist()
-    heap = [(0.0, b) for b in range(bins)]
+    heap = list(zip([0.0] * bins if load is None else load.tolist(), range(bins)))
+    heapq.heapify(heap)
     skipped = []
     for i, (weight, length) in enumerate(zip(weights.tolist(), tokens.tolist())):
         while heap and room[heap[0][1]] < length:

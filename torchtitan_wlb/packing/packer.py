@@ -18,7 +18,7 @@ class Arrivals:
     Args:
         order: of all documents.
         step: drawing now.
-        due_tokens: tokens that are due in this step (step x N x seq_len less what has been drawn).
+        due_tokens: tokens that are due in this step.
     """
 
     def __init__(self, order: DocumentOrder, step: int, due_tokens: int):

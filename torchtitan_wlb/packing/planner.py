@@ -84,8 +84,9 @@ class StepPlan:
 class StepPlanner:
     """Iterator of step plans.
 
-    In step s documents are due until the running total reaches s x N x seq_len tokens, so the mean is exact; the packer
-    decides what is trained now and what waits. With `epochs`, ends after the last document has been trained.
+    In step s documents are due until the running total reaches s x N x seq_len tokens, so the mean is exact, unless so
+    many tokens wait that fewer must be drawn (deadline.py); the packer decides what is trained now and what waits. With
+    `epochs`, ends after the last document has been trained.
 
     Args:
         settings: what decides packing.
@@ -98,6 +99,7 @@ class StepPlanner:
         self.order = DocumentOrder(sizes, weights, lengths, settings.seed, settings.epochs)
         self.packer = make_packer(settings)
         self.step = 0
+        self.given_up = 0  # tokens that were due and not drawn, because too many waited
 
     def __iter__(self):
         return self
@@ -108,7 +110,10 @@ class StepPlanner:
         if self.order.exhausted and not len(self.packer.waiting()):
             raise StopIteration
         self.step += 1
-        arrivals = Arrivals(self.order, self.step, self.step * s.n * s.seq_len - sum(self.order.drawn_tokens))
+        due = self.step * s.n * s.seq_len - sum(self.order.drawn_tokens) - self.given_up
+        allowed = max(0, min(due, s.deadline.room - int(lengths(self.packer.waiting()).sum())))
+        self.given_up += max(0, due - allowed)
+        arrivals = Arrivals(self.order, self.step, allowed)
         spans, bounds = self.packer.pack(arrivals)
         if not len(spans) and self.order.exhausted and not len(self.packer.waiting()):
             raise StopIteration
@@ -134,12 +139,17 @@ class StepPlanner:
             ),
             delay=(float((age * tokens).sum()) / max(1, int(tokens.sum())), int(age.max(initial=0))),
             seconds=time.perf_counter() - began,
-            state={"step": self.step, "order": self.order.state(), "packer": self.packer.state()},
+            state={
+                "step": self.step,
+                "order": self.order.state(),
+                "packer": self.packer.state(),
+                "given_up": self.given_up,
+            },
         )
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on after the step whose plan carried this state."""
-        self.step = state["step"]
+        self.step, self.given_up = state["step"], state.get("given_up", 0)
         self.order.restore(state["order"])
         self.packer.restore(state["packer"])
 
@@ -150,11 +160,11 @@ def make_packer(s: PackingSettings) -> Packer:
     if s.strategy == "plain_whole":
         return PlainWhole(s.n, s.seq_len)
     if s.strategy == "fixed":
-        return Fixed(s.n, s.seq_len, s.window, spread)
+        return Fixed(s.deadline, s.window, spread)
     if s.strategy == "fixed_solver":
         from torchtitan_wlb.packing.solver import assign_exactly
 
-        return Fixed(s.n, s.seq_len, s.window, partial(assign_exactly, nodes=s.solver_nodes))
+        return Fixed(s.deadline, s.window, partial(assign_exactly, nodes=s.solver_nodes))
     if s.strategy == "wlb_paper":
-        return WLBPaper(s.n, s.s_max, s.thresholds, s.cost)
-    return WLB(s.n, s.seq_len, s.s_max, s.cost, in_flight=s.in_flight, max_delay=s.max_delay, delay_price=s.delay_price)
+        return WLBPaper(s.deadline, s.thresholds, s.cost)
+    return WLB(s.deadline, s.seq_len, s.cost, in_flight=s.in_flight, delay_price=s.delay_price)

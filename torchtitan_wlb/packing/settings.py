@@ -10,6 +10,7 @@ from torchtitan_wlb.config import CostModel as CostModelConfig
 from torchtitan_wlb.config import Packing, Training
 from torchtitan_wlb.cost.cost_model import CostModel
 from torchtitan_wlb.errors import ConfigError
+from torchtitan_wlb.packing.deadline import Deadline
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,12 @@ class PackingSettings:
     def fixed_length(self) -> bool:
         """Whether every micro-batch is padded to the context window."""
         return self.strategy in ("plain", "plain_whole", "fixed", "fixed_solver")
+
+    @property
+    def deadline(self) -> Deadline:
+        """How long documents may wait, and how many; plain and plain_whole never keep more than the last document."""
+        capacity = self.seq_len if self.fixed_length else self.s_max
+        return Deadline(self.n, capacity, self.max_delay, self.seq_len)
 
     def describe(self) -> str:
         """One line for the log: the strategy with the parameters that it uses."""

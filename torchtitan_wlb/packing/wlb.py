@@ -20,6 +20,7 @@ work, that ending one step of waiting of one token is worth. All runs are evalua
 import numpy as np
 
 from torchtitan_wlb.cost.cost_model import CostModel
+from torchtitan_wlb.packing.deadline import Deadline
 from torchtitan_wlb.packing.greedy import spread
 from torchtitan_wlb.packing.packer import Arrivals, Packed, Packer
 from torchtitan_wlb.packing.spans import ARRIVAL, NONE, group, lengths, longest_first
@@ -35,27 +36,23 @@ class WLB(Packer):
     """Workload-balanced packing.
 
     Args:
-        n: micro-batches a step.
+        deadline: n micro-batches a step, the tokens that each may hold (they win over balance), and the longest delay.
         seq_len: context window, the mean tokens of a micro-batch.
-        capacity: tokens a micro-batch may hold. Always wins over balance.
         in_flight: (micro-batches, tokens): so many together may hold so many tokens; (0, 0) for no such limit.
-        max_delay: steps after which a document must leave.
         delay_price: see above.
     """
 
     def __init__(
         self,
-        n: int,
+        deadline: Deadline,
         seq_len: int,
-        capacity: int,
         cost: CostModel,
         *,
         in_flight: tuple[int, int] = (0, 0),
-        max_delay: int = 15,
         delay_price: float = 0.12,
     ):
-        self.n, self.seq_len, self.capacity, self.cost, self.in_flight = n, seq_len, capacity, cost, in_flight
-        self.max_delay, self.delay_price = max_delay, delay_price
+        self.deadline, self.n, self.capacity = deadline, deadline.n, deadline.capacity
+        self.seq_len, self.cost, self.in_flight, self.delay_price = seq_len, cost, in_flight, delay_price
         self.kept = [NONE, NONE]  # the pool, and what was left over
         self.seen = [0.0, 0]  # work and tokens drawn so far, for the average micro-batch
 
@@ -65,19 +62,22 @@ class WLB(Packer):
         self.seen = [self.seen[0] + float(work.sum()), self.seen[1] + int(lengths(drawn).sum())]
         is_long = work > _LONG * self.seen[0] / max(1, self.seen[1]) * self.seq_len
         pool, left_over = self.kept
+        due = self.deadline.due(np.concatenate([pool, left_over, drawn]), arrivals.step)
         pool = longest_first(np.concatenate([pool, drawn[is_long]]))
         # Whoever was left over goes first, so that nobody is left over again and again.
         short = np.concatenate([left_over, longest_first(drawn[~is_long])])
-        leaving = self._release(pool, short, arrivals.step, everything=arrivals.ended)
+        leaving = self._release(pool, short, arrivals.step, due, everything=arrivals.ended)
         spans = np.concatenate([pool[leaving], short])
         where = self._place(spans, int(leaving.sum()))
+        if (where[spans[:, ARRIVAL] <= due] < 0).any():
+            where = self.deadline.place(spans, spans[:, ARRIVAL] <= due, self.cost.documents(lengths(spans)))
         self.kept = [pool[~leaving], longest_first(spans[where < 0])]
         return group(spans[where >= 0], where[where >= 0], self.n)
 
-    def _release(self, pool: np.ndarray, short: np.ndarray, step: int, everything: bool) -> np.ndarray:
-        """Which documents of the pool leave, bool [pool]."""
+    def _release(self, pool: np.ndarray, short: np.ndarray, step: int, due: int, everything: bool) -> np.ndarray:
+        """Which documents of the pool leave, bool [pool]; those that arrived up to step `due` must."""
         age = step - pool[:, ARRIVAL]
-        overdue = age >= self.max_delay
+        overdue = pool[:, ARRIVAL] <= due
         if everything or not len(pool):
             return np.ones(len(pool), dtype=bool)
         # Many micro-batches: every g-th document of the sorted pool stands for its neighbours, on n / g micro-batches.

@@ -1,10 +1,11 @@
-"""Algorithm 1 of WLB-LLM (§4.3), unchanged."""
+"""Algorithm 1 of WLB-LLM (§4.3), with one addition: documents leave when they must (deadline.py)."""
 
 import numpy as np
 
 from torchtitan_wlb.cost.cost_model import CostModel
+from torchtitan_wlb.packing.deadline import Deadline
 from torchtitan_wlb.packing.packer import Arrivals, Packed, Packer
-from torchtitan_wlb.packing.spans import NONE, group, lengths, longest_first
+from torchtitan_wlb.packing.spans import ARRIVAL, NONE, group, lengths, longest_first
 
 
 class WLBPaper(Packer):
@@ -14,27 +15,31 @@ class WLBPaper(Packer):
     together.
 
     Args:
-        n: micro-batches a step.
-        capacity: tokens a micro-batch may hold.
+        deadline: n micro-batches a step, the tokens that each may hold, and the longest delay.
         thresholds: L_1 < L_2 < ...; shorter documents do not wait.
     """
 
-    def __init__(self, n: int, capacity: int, thresholds: tuple[int, ...], cost: CostModel):
-        self.n, self.capacity, self.thresholds, self.cost = n, capacity, thresholds, cost
+    def __init__(self, deadline: Deadline, thresholds: tuple[int, ...], cost: CostModel):
+        self.deadline, self.n, self.capacity = deadline, deadline.n, deadline.capacity
+        self.thresholds, self.cost = thresholds, cost
         self.kept = [NONE] * (len(thresholds) + 1)  # the queues, then what was left over
 
     def pack(self, arrivals: Arrivals) -> Packed:
         *queues, left_over = self.kept
         drawn = arrivals.due()
+        due = self.deadline.due(np.concatenate([*self.kept, drawn]), arrivals.step)
         level = np.searchsorted(self.thresholds, lengths(drawn), side="right") - 1
         new = [drawn[level < 0]]
         for i, queue in enumerate(queues):
             queue = np.concatenate([queue, drawn[level == i]])
-            leaving = self.n if len(queue) >= self.n or arrivals.ended else 0
-            new.append(queue[:leaving])
-            queues[i] = queue[leaving:]
+            leaving = np.arange(len(queue)) < (self.n if len(queue) >= self.n or arrivals.ended else 0)
+            leaving |= queue[:, ARRIVAL] <= due
+            new.append(queue[leaving])
+            queues[i] = queue[~leaving]
         spans = np.concatenate([left_over, longest_first(np.concatenate(new))])
         where = self._place(spans)
+        if (where[spans[:, ARRIVAL] <= due] < 0).any():
+            where = self.deadline.place(spans, spans[:, ARRIVAL] <= due, self.cost.documents(lengths(spans)))
         self.kept = [*queues, spans[where < 0]]
         return group(spans[where >= 0], where[where >= 0], self.n)
 
