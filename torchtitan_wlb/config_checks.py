@@ -133,8 +133,8 @@ def check_packing(config: JobConfig, dims: ParallelDims) -> Problems:
     least = Deadline(n, capacity, 0, window).least_delay(k.window if k.strategy.startswith("fixed") else 0)
     if k.max_delay_steps < least and not k.strategy.startswith("plain"):
         yield (
-            f"--packing.max_delay_steps {k.max_delay_steps}: must be at least {least} with {n} micro-batches of at most "
-            f"{capacity} tokens (--packing.strategy {k.strategy}), or documents could wait longer"
+            f"--packing.max_delay_steps {k.max_delay_steps}: must be at least {least} with {n} micro-batches of at "
+            f"most {capacity} tokens (--packing.strategy {k.strategy}), or documents could wait longer"
         )
     if k.strategy == "fixed_solver" and importlib.util.find_spec("scipy") is None:
         yield "--packing.strategy fixed_solver needs SciPy: pip install torchtitan_wlb[solver]"
