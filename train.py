@@ -5,6 +5,7 @@ Read from top to bottom, `main` is one training run.
 """
 
 import gc
+import math
 import os
 import sys
 import time
@@ -28,6 +29,7 @@ from torchtitan_wlb.data.documents import Documents, load_documents
 from torchtitan_wlb.data.step_builder import Layout, StepBuilder
 from torchtitan_wlb.data.tokenizer import Tokenizer
 from torchtitan_wlb.errors import ConfigError
+from torchtitan_wlb.folders import prove_writable, set_aside, take
 from torchtitan_wlb.logger import init_logger, logger
 from torchtitan_wlb.metrics import ALL_SHARDINGS, MetricLogger, peak_flops
 from torchtitan_wlb.models.kernels import select_kernel
@@ -35,7 +37,13 @@ from torchtitan_wlb.models.llama import llama_configs
 from torchtitan_wlb.optimizer import build_optimizers, lr_factor
 from torchtitan_wlb.packing.settings import PackingSettings, fields_left_open, reconcile, resolve_settings
 from torchtitan_wlb.packing.tuning import tune
-from torchtitan_wlb.parallelisms.distributed import check_agreement, init_distributed, select_device, set_timeouts
+from torchtitan_wlb.parallelisms.distributed import (
+    check_agreement,
+    end_with_parent,
+    init_distributed,
+    select_device,
+    set_timeouts,
+)
 from torchtitan_wlb.parallelisms.gradients import clip_grad_norm
 from torchtitan_wlb.parallelisms.parallelize_llama import build_stage
 from torchtitan_wlb.parallelisms.pipeline_llama import Pipeline, plan_pipeline
@@ -55,19 +63,24 @@ def main(job_config: JobConfig) -> None:
         logger.info(job_config.model_dump_json(indent=2))
     for warning in settings_without_effect(job_config):
         logger.info(warning)
-    try:
-        dump_folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--job.dump_folder {dump_folder}: {error.strerror}") from error
+    checkpoint_folder = dump_folder / job_config.checkpoint.folder
+    if rank == 0:
+        folders = {f"--job.dump_folder {dump_folder}": dump_folder}
+        if job_config.checkpoint.enable:
+            folders[f"--checkpoint.folder {job_config.checkpoint.folder}"] = checkpoint_folder
+        prove_writable(folders)
+        _lock = take(dump_folder)
 
     # What a resumed run has decided already, before any data is opened.
-    checkpoint_folder = dump_folder / job_config.checkpoint.folder
     made_with = {"model.flavor": job_config.model.flavor, "optimizer.name": job_config.optimizer.name}
     checkpoint, run_state = None, None
     if job_config.checkpoint.enable:
         checkpoint = find_checkpoint(checkpoint_folder, job_config.checkpoint.load_step)
         run_state = read_run_state(checkpoint, made_with) if checkpoint else None
     step = run_state["step"] if run_state else 0
+    if rank == 0 and not checkpoint:
+        written = ("metrics.jsonl", job_config.metrics.save_tb_folder, job_config.profiling.save_traces_folder)
+        set_aside(dump_folder / name for name in written)
     if run_state and "dataloader" in job_config.checkpoint.exclude_from_loading:
         run_state = None
     n = resolve_batch(job_config, parallel_dims)
@@ -179,7 +192,7 @@ def main(job_config: JobConfig) -> None:
         )
         for i in stages_of(plan.actions[my["pp"]])
     ]
-    parameters = [p for part in model_parts for p in part.parameters()]
+    parameters = {name: p for part in model_parts for name, p in part.named_parameters()}
     layers = [f"{r.start}..{r.stop - 1}" for r in plan.stages]
     logger.info(f"Model {job_config.model.flavor}, layers of the stages {layers}, kernel {kernel.name}, {dtype}")
     clock = MicroBatchClock(device, job_config.metrics.time_micro_batches)
@@ -229,6 +242,7 @@ def main(job_config: JobConfig) -> None:
         f"Training starts at step {first_step} of {training.steps}, {time.perf_counter() - began:.1f} s after start"
     )
     metrics.start_window()
+    skipped_steps = skipped_in_a_row = 0
     with (
         maybe_enable_profiling(job_config.profiling, job_config.job.dump_folder, rank) as profiler,
         maybe_enable_memory_snapshot(job_config.profiling, job_config.job.dump_folder, rank),
@@ -242,12 +256,24 @@ def main(job_config: JobConfig) -> None:
                 break
             data_time = time.perf_counter() - waited
             step += 1
-            micro_batches = [mb.to(device) for mb in batch.micro_batches]
-            loss = pipeline.forward_backward(micro_batches, 1.0 / max(1, batch.n_targets))
-            grad_norm = clip_grad_norm(parameters, training.max_norm, device)
             lr = job_config.optimizer.lr * lr_factor(step, training.steps, job_config.lr_scheduler)
-            optimizers.step(lr)
-            optimizers.zero_grad()
+            loss, grad_norm = torch.zeros((), device=device), None
+            if batch.n_targets:
+                micro_batches = [mb.to(device) for mb in batch.micro_batches]
+                loss = pipeline.forward_backward(micro_batches, 1.0 / batch.n_targets)
+                # All ranks get the same norm, so all update or none does.
+                grad_norm = clip_grad_norm(parameters, training.max_norm, device).item()
+                if math.isfinite(grad_norm):
+                    optimizers.step(lr)
+                    skipped_in_a_row = 0
+                optimizers.zero_grad()
+            if grad_norm is None or not math.isfinite(grad_norm):
+                reason = "it has no target" if grad_norm is None else f"its gradient has norm {grad_norm}"
+                logger.warning(
+                    f"Step {step} changes no weight: {reason}; documents {batch.documents.tolist()[:20]} ..."
+                )
+                skipped_steps += 1
+                skipped_in_a_row += grad_norm is not None
 
             # One collective: the loss over all ranks, and proof that all trained the same plan.
             table = gather_step(
@@ -263,18 +289,25 @@ def main(job_config: JobConfig) -> None:
                 "step": step,
                 "grad_norm": grad_norm,
                 "lr": lr,
+                "skipped_steps": skipped_steps,
                 "data_time_s": data_time,
                 **batch.stats,
                 "bubble": batch.step_time.bubble,
                 "data_hash": batch.plan_hash,
             }
-            if clock.timed:
+            if clock.timed and batch.n_targets:
                 record["imbalance_measured"] = measured_imbalance(clock.seconds(), parallel_dims, device)
             metrics.add(record, table)
             if step % job_config.metrics.log_freq == 0 or step == first_step:
                 metrics.log()
             if step == first_step:
                 set_timeouts(comm.train_timeout_seconds, parallel_dims.groups(world_mesh))
+
+            if skipped_in_a_row >= training.max_skipped_steps:
+                raise RuntimeError(
+                    f"{skipped_in_a_row} steps in a row had a gradient that is not finite "
+                    "(--training.max_skipped_steps)"
+                )
 
             pause = time.perf_counter()
             last_state = {"step": step, "settings": asdict(settings), "planner": batch.state, "made_with": made_with}
@@ -319,5 +352,10 @@ def evaluate(
 
 if __name__ == "__main__":
     init_logger()
+    end_with_parent()
     with exit_on_config_error():
         main(load_config(sys.argv[1:]))
+    # All is written and closed. Threads of gloo outlive their groups, and at a normal exit they now and then abort a
+    # rank that has succeeded.
+    sys.stdout.flush()
+    os._exit(0)

@@ -87,7 +87,7 @@ class Scheduled(NamedTuple):
     """This rank's part of the model under one schedule."""
 
     pipeline: Pipeline
-    parameters: list[nn.Parameter]
+    parameters: dict[str, nn.Parameter]
     optimizers: OptimizersContainer
     step_model: StepModel
     attentions: list[tuple[SelfAttention, nn.Module]]  # with the inner attention of the project
@@ -223,7 +223,7 @@ class Bench:
         modules = [m for part in parts for m in part.modules()]
         return Scheduled(
             pipeline=pipeline,
-            parameters=[p for part in parts for p in part.parameters()],
+            parameters={name: p for part in parts for name, p in part.named_parameters()},
             optimizers=build_optimizers(parts, self.config.optimizer),
             step_model=plan.step_model,
             attentions=[(m, m.inner_attention) for m in modules if isinstance(m, SelfAttention)],

@@ -96,6 +96,8 @@ class Training(Section):
     global_batch_size: CountOrAuto = -1
     """Micro-batches per optimizer step over all ranks (N). -1: data-parallel degree x pipeline degree, as in the paper
     (twice that for DualPipeV, which needs it)."""
+    max_skipped_steps: Count = 10
+    """A step whose gradient is not finite changes no weight; after so many in a row the run ends with an error."""
     max_norm: NonNegative = 1.0
     """Global gradient norm above which gradients are scaled down; 0 switches clipping off."""
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"

@@ -7,6 +7,7 @@ legal. Ranges of single fields stand in config.py.
 import importlib.util
 import math
 from collections.abc import Iterator
+from pathlib import PurePath
 
 from torchtitan_wlb.config import JobConfig
 from torchtitan_wlb.data.sources import SOURCES
@@ -14,7 +15,7 @@ from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.models.llama import llama_configs
 from torchtitan_wlb.packing.deadline import Deadline
 from torchtitan_wlb.parallelisms.parallel_dims import ParallelDims
-from torchtitan_wlb.parallelisms.schedules import count_stages, default_micro_batches, schedule_problem
+from torchtitan_wlb.parallelisms.schedules import SPLIT_SCHEDULES, count_stages, default_micro_batches, schedule_problem
 
 Problems = Iterator[str]
 
@@ -38,7 +39,7 @@ def validate(config: JobConfig, world_size: int) -> ParallelDims:
         world_size=world_size,
     )
     problems = list(check_degrees(parallel_dims, world_size))
-    for check in (check_model, check_batch, check_lengths, check_packing, check_schedule_of_rate, check_sources):
+    for check in CHECKS:
         problems += check(config, parallel_dims)
     if problems:
         raise ConfigError(*problems)
@@ -106,6 +107,16 @@ def batch_problems(n: int, dims: ParallelDims, schedule: str) -> Problems:
         yield f"--training.global_batch_size {n} gives {n // dims.dp} micro-batches a data-parallel rank: {reason}"
 
 
+def check_reshard(config: JobConfig, dims: ParallelDims) -> Problems:
+    p = config.parallelism
+    splits = p.pipeline_parallel_schedule in SPLIT_SCHEDULES and config.activation_checkpoint.mode == "none"
+    if dims.pp > 1 and splits and p.reshard_after_forward == "always":
+        yield (
+            f"--parallelism.reshard_after_forward always: {p.pipeline_parallel_schedule} splits backward, which then "
+            "loses gradients; legal are default and never, or --activation_checkpoint.mode selective or full"
+        )
+
+
 def check_lengths(config: JobConfig, dims: ParallelDims) -> Problems:
     t = config.training
     unit = dims.cp * math.lcm(2, dims.tp)
@@ -149,6 +160,19 @@ def check_schedule_of_rate(config: JobConfig, dims: ParallelDims) -> Problems:
         )
 
 
+def check_folders(config: JobConfig, dims: ParallelDims) -> Problems:
+    c, m, p = config.checkpoint, config.metrics, config.profiling
+    for name, folder in (
+        ("checkpoint.folder", c.folder),
+        ("metrics.save_tb_folder", m.save_tb_folder),
+        ("profiling.save_traces_folder", p.save_traces_folder),
+        ("profiling.save_memory_snapshot_folder", p.save_memory_snapshot_folder),
+    ):
+        path = PurePath(folder)
+        if path.is_absolute() or ".." in path.parts or not path.parts:
+            yield f"--{name} {folder}: must be the name of a folder under --job.dump_folder"
+
+
 def check_sources(config: JobConfig, dims: ParallelDims) -> Problems:
     t, v = config.training, config.validation
     yield from source_problems("training", t.dataset, t.dataset_path, t.dataset_weight)
@@ -175,6 +199,18 @@ def source_problems(section: str, names, paths, weights) -> Problems:
             yield f"--{section}.dataset {name} needs --{section}.dataset_path"
     if weights and len(weights) != len(names):
         yield f"--{section}.dataset_weight {weights}: one positive number for each of {' '.join(names)}"
+
+
+CHECKS = (
+    check_model,
+    check_batch,
+    check_reshard,
+    check_lengths,
+    check_packing,
+    check_schedule_of_rate,
+    check_folders,
+    check_sources,
+)
 
 
 def settings_without_effect(config: JobConfig) -> list[str]:

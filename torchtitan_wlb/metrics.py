@@ -2,6 +2,7 @@
 numbers."""
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,10 @@ _PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 
 def peak_flops(device_name: str) -> float | None:
     return next((flops for name, flops in _PEAK_FLOPS.items() if name in device_name), None)
+
+
+def _shown(value: float | None, width: int, digits: int) -> str:
+    return f"{'-':>{width}}" if value is None else f"{value:{width}.{digits}f}"
 
 
 def _complete_lines(path: Path) -> list[str]:
@@ -112,8 +117,7 @@ class MetricLogger:
             return
         sums = read_steps(self._tables, ALL_SHARDINGS)
         self._record |= {
-            "loss": sums.loss,
-            "grad_norm": self._record["grad_norm"].item(),
+            "loss": sums.loss if self._record["grad_norm"] is not None else None,
             "imbalance_cp": sums.cp_work_max / sums.cp_work_mean,
             "imbalance_dp": sums.step_seconds_max / sums.step_seconds_mean,
             "predicted_step_time_s": sums.step_seconds_max,
@@ -130,7 +134,8 @@ class MetricLogger:
 
     def _write(self, r: dict[str, Any]) -> None:
         assert self._file is not None
-        self._file.write(json.dumps(r) + "\n")
+        r = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in r.items()}  # JSON has no NaN
+        self._file.write(json.dumps(r, allow_nan=False) + "\n")
         self._file.flush()
         scalars = {k: v for k, v in r.items() if isinstance(v, (int, float)) and k != "step"}
         if self._tensorboard is not None:
@@ -141,7 +146,8 @@ class MetricLogger:
         c = self.color
         mfu = "" if r["mfu"] is None else f"  {c.magenta}mfu {r['mfu']:6.2%}"
         logger.info(
-            f"{c.red}step {r['step']:>5}  {c.green}loss {r['loss']:7.4f}  {c.yellow}norm {r['grad_norm']:7.3f}  "
+            f"{c.red}step {r['step']:>5}  {c.green}loss {_shown(r['loss'], 7, 4)}  "
+            f"{c.yellow}norm {_shown(r['grad_norm'], 7, 3)}  "
             f"{c.blue}tokens {r['tokens']:>8,}  "
             f"{c.cyan}imbalance mb {r['imbalance_micro_batch']:.3f} cp {r['imbalance_cp']:.3f}  "
             f"{c.magenta}delay {r['delay_mean_steps']:.2f}  {c.blue}tps {r['tps']:>8,.0f}{mfu}  "

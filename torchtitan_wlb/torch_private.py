@@ -18,6 +18,8 @@ PRIVATE = {
     "PipelineScheduleRuntime": f"{_SCHEDULES}:_PipelineScheduleRuntime",
     "prepare_schedule": f"{_SCHEDULES}:_PipelineScheduleRuntime._prepare_schedule_with_comms",
     "step_microbatches": f"{_SCHEDULES}:_PipelineScheduleRuntime._step_microbatches",
+    "add_unshard_reshard": f"{_SCHEDULES}:_add_unshard_reshard",
+    "add_send_recv": f"{_SCHEDULES}:_add_send_recv",
     "Action": f"{_SCHEDULES}:_Action",
     "ComputationType": f"{_SCHEDULES}:_ComputationType",
     # A receive buffer of its own length for every micro-batch, allocated when it is needed.

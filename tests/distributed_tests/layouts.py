@@ -47,6 +47,7 @@ class Case:
     recompute_kv: bool = False
     stages_per_rank: int = 2
     compile: bool = False
+    reshard: str = "default"
 
     @property
     def dims(self) -> ParallelDims:
@@ -96,7 +97,7 @@ def run_case(case: Case, documents, flip: tuple[int, int] | None, out: Path) -> 
             n_ids=N_IDS, max_position=MAX_POSITION, loss_chunk=LOSS_CHUNK, seed=SEED, device=device,
             kernel=SDPA, param_dtype=torch.float32, reduce_dtype=torch.float32,
             ac_mode=case.ac_mode, ac_every=2, compile=case.compile, recompute_kv=case.recompute_kv,
-            reshard_after_forward=dims.pp == 1,
+            reshard_after_forward={"always": True, "never": False, "default": dims.pp == 1}[case.reshard],
         )
         for i in stages_of(actions[my["pp"]])
     ]  # fmt: skip
@@ -161,7 +162,7 @@ def run_case(case: Case, documents, flip: tuple[int, int] | None, out: Path) -> 
         full = p.grad.full_tensor()
         if my["dp"] == my["cp"] == my["tp"] == 0:
             saved["gradients"][re.sub(r"_checkpoint_wrapped_module\.|_orig_mod\.", "", name)] = full
-    saved["grad_norm"] = clip_grad_norm(list(parameters.values()), 0.0, device).item()
+    saved["grad_norm"] = clip_grad_norm(parameters, 0.0, device).item()
     forget_gradients()
     if flip is not None:
         tokens = documents[flip[0]][0].copy()

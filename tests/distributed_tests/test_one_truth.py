@@ -5,12 +5,21 @@ Every case trains one step with the code of train.py in real gloo processes. Lay
 share one spawn.
 """
 
+import random
+
 import pytest
 import torch
 
 from tests.distributed_tests.layouts import ARGS, N_IDS, Case, initial_weights, make_documents, run_cases
 from tests.distributed_tests.ranks import run_ranks
 from tests.distributed_tests.reference import hidden_states, loss_and_gradients
+from torchtitan_wlb.parallelisms.schedules import (
+    LOOPED_SCHEDULES,
+    SPLIT_SCHEDULES,
+    V_SCHEDULES,
+    count_stages,
+    schedule_problem,
+)
 
 CASES = {
     1: [Case("one"), Case("one-ac", ac_mode="full")],
@@ -55,6 +64,42 @@ CASES = {
     ],
     8: [Case("pp2tp2cp2", pp=2, tp=2, cp=2, m=4)],
 }  # fmt: skip
+
+
+def random_cases(world_size: int, count: int, seed: int) -> list[Case]:
+    """Products of settings that each have a case alone, drawn until `count` are legal."""
+    rng = random.Random(seed)
+    found: list[Case] = []
+    while len(found) < count:
+        pp = rng.choice([p for p in (2, 4) if p <= world_size])
+        rest = world_size // pp
+        axis = rng.choice(["dp_shard", "dp_replicate", "cp", "tp"])
+        case = Case(
+            f"random{world_size}-{len(found)}", pp=pp, **{axis: rest}, m=rng.randint(pp, 2 * pp + 1),
+            schedule=rng.choice(["1F1B", "GPipe", *LOOPED_SCHEDULES, *V_SCHEDULES]), stages_per_rank=rng.randint(1, 4),
+            ac_mode=rng.choice(["none", "none", "selective", "full"]), reshard=rng.choice(["default", "always", "never"]),
+            recompute_kv=rng.random() < 0.3, sharding=rng.choice(["per_sequence", "hybrid", "alternating"]),
+        )  # fmt: skip
+        splits = case.schedule in SPLIT_SCHEDULES and case.ac_mode == "none"
+        stages = count_stages(case.schedule, pp, case.stages_per_rank)
+        if (
+            stages <= ARGS.n_layers
+            and not schedule_problem(case.schedule, pp, case.m)
+            and not (splits and case.reshard == "always")
+        ):
+            found.append(case)
+    return found
+
+
+# Found by trying: validation with four stages a rank, and the settings around it.
+CASES[2] += [
+    Case("pp2-interleaved-4", pp=2, m=4, schedule="Interleaved1F1B", stages_per_rank=4),
+    Case("pp2-loopedbfs-4-always", pp=2, m=3, schedule="LoopedBFS", stages_per_rank=4, reshard="always"),
+    Case("pp2-interleavedzb-4", pp=2, m=4, schedule="InterleavedZeroBubble", stages_per_rank=4),
+    Case("pp2-zbv-always-full", pp=2, m=4, schedule="ZBVZeroBubble", ac_mode="full", reshard="always"),
+    *random_cases(2, 8, seed=1),
+]
+CASES[4] += random_cases(4, 8, seed=2)
 ALL = [case.name for cases in CASES.values() for case in cases]
 FLIPPED = (2, 100)  # token 100 of the document of 201 tokens
 

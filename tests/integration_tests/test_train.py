@@ -19,6 +19,7 @@ KEYS = [
     "loss",
     "grad_norm",
     "lr",
+    "skipped_steps",
     "tokens",
     "docs",
     "attended_pairs",
@@ -259,12 +260,95 @@ def test_a_state_of_an_optimizer_or_of_the_documents_can_be_left_out(corpus, str
         assert series(folder, "loss")[:5] == series(straight, "loss")[:5]
 
 
+def patched(tmp_path: Path, code: str) -> str:
+    """A train.py that runs some code first."""
+    script = tmp_path / "patched.py"
+    script.write_text(f"import runpy, sys\n{code}\nrunpy.run_path('train.py', run_name='__main__')\n")
+    return str(script)
+
+
 def test_a_planner_that_fails_ends_the_run_with_its_cause(corpus, tmp_path):
-    code = "import runpy, sys\nfrom torchtitan_wlb.packing.wlb import WLB\n" \
-        "plain = WLB.pack\ndef pack(self, arrivals):\n    if arrivals.step == 3: raise ZeroDivisionError('step three')\n" \
-        "    return plain(self, arrivals)\nWLB.pack = pack\nsys.argv = ['train.py', *sys.argv[1:]]\n" \
-        "runpy.run_path('train.py', run_name='__main__')\n"  # fmt: skip
-    (tmp_path / "failing.py").write_text(code)
+    code = """
+from torchtitan_wlb.packing.wlb import WLB
+plain = WLB.pack
+def pack(self, arrivals):
+    if arrivals.step == 3:
+        raise ZeroDivisionError("step three")
+    return plain(self, arrivals)
+WLB.pack = pack
+"""
     flags = [*corpus, *layout(dp=2), "--job.dump_folder", str(tmp_path), "--packing.delay_price", "0.1"]
-    out = train([*flags, "--training.num_workers", "2"], expect=1, script=str(tmp_path / "failing.py"))
+    out = train([*flags, "--training.num_workers", "2"], expect=1, script=patched(tmp_path, code))
     assert "ZeroDivisionError: step three" in out and [r["step"] for r in lines(tmp_path)] == [1, 2]
+
+
+def test_a_step_without_targets_changes_nothing(corpus, tmp_path):
+    (tmp_path / "lengths.json").write_text(json.dumps([130, 250] * 50))
+    flags = [
+        *corpus, *layout(dp=2), "--job.dump_folder", str(tmp_path), "--training.dataset", "synthetic",
+        "--training.dataset_path", str(tmp_path / "lengths.json"), "--training.seq_len", "256",
+        "--packing.strategy", "wlb_paper", "--packing.outlier_thresholds", "100", "200",
+    ]  # fmt: skip
+    out = train(flags)
+    records = lines(tmp_path)
+    empty = [r for r in records if r["docs"] == 0]
+    assert empty and empty[0]["step"] == 1 and records[-1]["skipped_steps"] == len(empty)
+    assert all(r["loss"] is None and r["grad_norm"] is None for r in empty)
+    assert all(math.isfinite(r["loss"]) for r in records if r["docs"])
+    assert "Step 1 changes no weight: it has no target" in out
+    # The first loss is that of untouched weights, however many steps were empty before.
+    assert next(r["loss"] for r in records if r["docs"]) == pytest.approx(math.log(258), rel=0.02)
+
+
+def test_gradients_that_are_not_finite_change_nothing_on_any_rank(corpus, straight, tmp_path):
+    code = """
+import os, torch
+from torchtitan_wlb.parallelisms.pipeline_llama import Pipeline
+plain, calls = Pipeline.forward_backward, []
+def forward_backward(self, *args):
+    loss = plain(self, *args)
+    calls.append(1)
+    if len(calls) == 3 and os.environ["RANK"] == "1":
+        next(self.model_parts[0].parameters()).grad.to_local().view(-1)[0] = float("inf")
+    return loss
+Pipeline.forward_backward = forward_backward
+"""
+    folder = tmp_path / "once"
+    flags = [*corpus, *layout(dp=2), "--training.steps", "5", "--job.dump_folder"]
+    out = train([*flags, str(folder)], script=patched(tmp_path, code))
+    records = lines(folder)
+    assert "Step 3 changes no weight: its gradient has norm inf; documents [" in out
+    assert [r["skipped_steps"] for r in records] == [0, 0, 1, 1, 1] and records[2]["grad_norm"] is None
+    assert series(folder, "loss")[:3] == series(straight, "loss")[:3] and records[4]["loss"] < records[0]["loss"]
+
+    folder = tmp_path / "always"
+    checkpoints = ["--checkpoint.interval", "1", "--checkpoint.keep_latest_k", "2"]
+    wild = ["--optimizer.lr", "1e30", "--training.max_skipped_steps", "3", "--lr_scheduler.warmup_steps", "0"]
+    out = train([*flags, str(folder), *wild, *checkpoints, "--training.steps", "10"], expect=1)
+    assert "3 steps in a row had a gradient that is not finite" in out
+    assert 4 <= len(lines(folder)) <= 6 and "NaN" not in (folder / "metrics.jsonl").read_text()
+
+    folder = forked(straight, tmp_path / "weights")
+    code = """
+from torchtitan_wlb.checkpoint import CheckpointManager
+plain = CheckpointManager.load
+def load(self, *args):
+    plain(self, *args)
+    next(self.optimizers.model_parts[0].parameters()).detach().to_local().view(-1)[0] = float("nan")
+CheckpointManager.load = load
+"""
+    flags = [*flags, str(folder), *checkpoints]
+    out = train([*flags, "--training.max_skipped_steps", "9", "--training.steps", "7"], script=patched(tmp_path, code))
+    assert out.count("Not saved after step 6: a weight is not finite") >= 1
+    assert [p.name for p in (folder / "checkpoint").glob("step-*")] == ["step-5"]
+
+
+def test_configured_hyperparameters_win_on_resume(corpus, straight, tmp_path):
+    folder = forked(straight, tmp_path / "run")
+    (folder / "checkpoint/step-5-best").mkdir()  # not ours
+    flags = ["--optimizer.weight_decay", "0.3", "--optimizer.beta2", "0.9", "--checkpoint.keep_latest_k", "1"]
+    out = train([*corpus, *layout(dp=2), "--job.dump_folder", str(folder), *flags])
+    assert "as configured, not as in the checkpoint: weight_decay 0.1 -> 0.3" in out
+    assert "as configured, not as in the checkpoint: betas (0.9, 0.95) -> (0.9, 0.9)" in out
+    assert series(folder, "loss")[5] == series(straight, "loss")[5] != series(folder, "loss")[6]
+    assert sorted(p.name for p in (folder / "checkpoint").iterdir()) == ["step-10", "step-5-best"]

@@ -248,4 +248,39 @@ def test_tokenizers(tmp_path):
 def test_policy_counts():
     rows, counts = apply_length_policy(np.array([0, 5, 25]), 10, "split")
     assert rows.tolist() == [[1, 0, 5], [2, 0, 10], [2, 10, 20], [2, 20, 25]]
-    assert counts == {"rows": 3, "empty": 1, "long": 1}
+    assert counts == {"rows": 3, "tokens_read": 30, "empty": 1, "long": 1, "dropped_tokens": 0}
+    assert apply_length_policy(np.array([0, 5, 25]), 10, "truncate")[1]["dropped_tokens"] == 15
+    assert apply_length_policy(np.array([0, 5, 25]), 10, "drop")[1]["dropped_tokens"] == 25
+
+
+@pytest.mark.parametrize("policy, targets", [("split", 4 + 1 + 2), ("truncate", 3 + 1 + 2), ("drop", 1 + 2)])
+def test_no_token_and_no_target_vanishes_uncounted(tmp_path, policy, targets):
+    """Rows of 5, 2, 3 and 1 tokens at a window of 4: the inner cut of a split row keeps its target."""
+    np.arange(1, 12, dtype=np.uint16).tofile(tmp_path / "flat.bin")
+    (tmp_path / "flat.json").write_text(json.dumps({"dtype": "uint16", "lengths": [5, 2, 3, 1]}))
+    source = spec("tokens", tmp_path / "flat.bin", seq_len=4, policy=policy)
+    d = Documents([source], [1.0], BYTES, str(tmp_path / "cache"))
+    (counts,) = d.counts()
+    assert counts["tokens_read"] == 11 == counts["tokens"] + counts["dropped_tokens"] + counts["no_target_tokens"]
+    lengths = d.lengths(np.arange(len(d)))
+    assert d.count_targets(as_spans([(i, 0, n, 1) for i, n in enumerate(lengths)])) == targets
+    labels = [d.labels(i, 0, int(n), -1).tolist() for i, n in enumerate(lengths)]
+    assert sum(y != -1 for each in labels for y in each) == targets
+    if policy == "split":
+        assert labels == [[2, 3, 4, 5], [7, -1], [9, 10, -1]]
+        assert d.labels(0, 2, 4, -1).tolist() == [4, 5] and d.count_targets(as_spans([(0, 2, 4, 1)])) == 2
+
+
+def test_the_content_of_sources_is_known(tmp_path):
+    def content(text: str) -> str:
+        folder = tmp_path / text
+        folder.mkdir()
+        (folder / "a.txt").write_text(text)
+        return Documents([spec("text", folder)], [1.0], BYTES, str(tmp_path / "cache")).content
+
+    assert content("hello") != content("hallo")
+    (tmp_path / "again").mkdir()
+    (tmp_path / "again/b.txt").write_text("hello")
+    again = Documents([spec("text", tmp_path / "again")], [1.0], BYTES, str(tmp_path / "cache2"))
+    first = Documents([spec("text", tmp_path / "hello")], [1.0], BYTES, str(tmp_path / "cache2"))
+    assert again.content == first.content

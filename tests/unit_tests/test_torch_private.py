@@ -17,6 +17,8 @@ _FLASH = "dropout_p is_causal return_debug_mask scale window_size_left window_si
 PARAMETERS = {
     "prepare_schedule": ["self actions format"],
     "step_microbatches": ["self arg_mbs kwarg_mbs target_mbs losses return_outputs loss_kwargs"],
+    "add_unshard_reshard": ["compute_actions max_active_stages"],
+    "add_send_recv": ["compute_actions stage_to_rank num_stages"],
     "Action": ["stage_index computation_type microbatch_index sub_actions"],
     "RecvInfo": ["input_name source buffer tensor_meta is_root_arg"],
     "get_recv_ops": ["self recv_infos", "self recv_infos group"],

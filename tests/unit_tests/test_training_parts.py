@@ -68,12 +68,21 @@ def test_flops_count_documents():
 def test_clipping(one_rank):
     p, q = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))
     p.grad, q.grad = torch.tensor([3.0, 0.0]), torch.tensor([4.0])
-    assert clip_grad_norm([p, q], 0.0, torch.device("cpu")).item() == pytest.approx(5.0)
+    assert clip_grad_norm({"p": p, "q": q}, 0.0, torch.device("cpu")).item() == pytest.approx(5.0)
     assert p.grad.tolist() == [3.0, 0.0]
-    assert clip_grad_norm([p, q], 10.0, torch.device("cpu")).item() == pytest.approx(5.0)
+    assert clip_grad_norm({"p": p, "q": q}, 10.0, torch.device("cpu")).item() == pytest.approx(5.0)
     assert p.grad.tolist() == [3.0, 0.0]
-    assert clip_grad_norm([p, q], 2.5, torch.device("cpu")).item() == pytest.approx(5.0)
+    assert clip_grad_norm({"p": p, "q": q}, 2.5, torch.device("cpu")).item() == pytest.approx(5.0)
     assert p.grad.tolist() == pytest.approx([1.5, 0.0]) and q.grad.tolist() == pytest.approx([2.0])
+
+
+def test_a_parameter_without_a_gradient_ends_the_run_by_name(one_rank):
+    p, q = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))
+    p.grad = torch.ones(2)
+    with pytest.raises(RuntimeError, match=r"no gradient after backward: layers\.q$"):
+        clip_grad_norm({"layers.p": p, "layers.q": q}, 1.0, torch.device("cpu"))
+    q.requires_grad_(False)
+    assert clip_grad_norm({"layers.p": p, "layers.q": q}, 1.0, torch.device("cpu")).item() == pytest.approx(2**0.5)
 
 
 def test_step_sums(one_rank):

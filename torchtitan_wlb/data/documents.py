@@ -45,6 +45,7 @@ class Documents:
         self._paths = [prepare(spec, tokenizer, cache, num_proc) for spec in specs]
         self._tables = [np.load(table, mmap_mode="r") for _, table in self._paths]
         self._stores = [open_store(spec, folder) for spec, (folder, _) in zip(self._specs, self._paths)]
+        self._about = [json.loads(table.with_suffix(".json").read_text()) for _, table in self._paths]
         self.sizes = [t.shape[1] for t in self._tables]
         self._first = np.cumsum([0, *self.sizes])
         for spec, counts in zip(specs, self.counts()):
@@ -66,8 +67,14 @@ class Documents:
         return h.hexdigest()[:16]
 
     def counts(self) -> list[dict]:
-        """What the policies did, one dict a source: rows, empty, long, no_target, documents, tokens."""
-        return [json.loads(t.with_suffix(".json").read_text())["counts"] for _, t in self._paths]
+        """What was read and what the policies did, one dict a source: tokens_read = tokens (of documents) +
+        dropped_tokens + no_target_tokens."""
+        return [about["counts"] for about in self._about]
+
+    @property
+    def content(self) -> str:
+        """Hash of all tokens and masks of the sources, in order."""
+        return " ".join(about["content"] for about in self._about)
 
     def lengths(self, ids: np.ndarray) -> np.ndarray:
         """Tokens of documents, [n] int64 for ids [n]."""
@@ -81,18 +88,18 @@ class Documents:
 
     def _locate(self, id: int):
         i = int(np.searchsorted(self._first, id, side="right")) - 1
-        row, start, stop, targets = (int(x) for x in self._tables[i][:, id - self._first[i]])
-        return self._stores[i], row, start, stop, targets
+        row, start, _, _, labels_end = (int(x) for x in self._tables[i][:, id - self._first[i]])
+        return self._stores[i], row, start, labels_end
 
     def tokens(self, id: int, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of a document, int32 [stop - start]."""
-        store, row, first, _, _ = self._locate(id)
+        store, row, first, _ = self._locate(id)
         return store.tokens(row, first + start, first + stop)
 
     def labels(self, id: int, start: int, stop: int, ignore_index: int) -> np.ndarray:
-        """Targets of tokens [start, stop) of a document, int64: the next token of the document, or ignore_index for the
-        document's last token and where the next token is masked out."""
-        store, row, first, end, _ = self._locate(id)
+        """Targets of tokens [start, stop) of a document, int64: the next token, or ignore_index after the document's
+        last token (a piece of a split document is followed by the next piece) and where that token is masked out."""
+        store, row, first, end = self._locate(id)
         out = np.full(stop - start, ignore_index, dtype=np.int64)
         after = min(first + stop + 1, end)
         targets = store.tokens(row, first + start + 1, after).astype(np.int64)
@@ -107,11 +114,11 @@ class Documents:
         source = np.searchsorted(self._first, spans[:, ID], side="right") - 1
         for i, (table, store) in enumerate(zip(self._tables, self._stores)):
             mine = spans[source == i]
-            row, start, stop, targets = table[:, mine[:, ID] - self._first[i]].astype(np.int64)
+            row, start, stop, targets, end = table[:, mine[:, ID] - self._first[i]].astype(np.int64)
             is_whole = (mine[:, STOP] - mine[:, START]) == stop - start
             total += int(targets[is_whole].sum())
             first = (start + mine[:, START] + 1)[~is_whole]  # the first token is nobody's target
-            after = np.minimum(start + mine[:, STOP] + 1, stop)[~is_whole]
+            after = np.minimum(start + mine[:, STOP] + 1, end)[~is_whole]
             if store.has_mask:
                 cut = zip(row[~is_whole].tolist(), first.tolist(), after.tolist())
                 total += sum(int(store.mask(*part).sum()) for part in cut)

@@ -23,7 +23,10 @@ from torchtitan_wlb.data.tokenizer import Tokenizer
 from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.logger import logger
 
-START, STOP = 1, 2  # rows of a document table: row, start, stop, targets
+# Rows of a document table: row, start, stop, targets, and where labels end: at the end of the row for a piece of a
+# split document, whose last token predicts the first one of the next piece.
+START, STOP, LABELS_END = 1, 2, 4
+_FORMAT = 2  # of the table
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ def prepare(spec: SourceSpec, tokenizer: Tokenizer, cache: str, num_proc: int = 
     code = inspect.getsource(reader) if reader else ""  # what a built-in reader calls a document may change
     identity = f"{code} {source_identity(spec.name, spec.path)} {spec.column} {spec.loss_mask_column} {text_only}"
     folder = Path(cache) / f"{spec.name}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
-    table = folder / f"documents-{spec.long_documents}-{spec.seq_len}.npy"
+    table = folder / f"documents{_FORMAT}-{spec.long_documents}-{spec.seq_len}.npy"
     if not table.exists():
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -160,19 +163,22 @@ def open_store(spec: SourceSpec, folder: Path):
 def _prepare_table(spec: SourceSpec, folder: Path, table: Path) -> None:
     store = open_store(spec, folder)
     rows, counts = apply_length_policy(store.row_lengths, spec.seq_len, spec.long_documents)
-    targets = rows[:, STOP] - rows[:, START] - 1
+    row, start, stop = rows.T
+    end = store.row_lengths[row] if spec.long_documents == "split" else stop
+    # Token t predicts token t + 1, so the first token is nobody's target.
+    first, after = start + 1, np.minimum(stop + 1, end)
+    targets = after - first
     if store.has_mask:
-        # Position t predicts token t + 1, so the mask of the first token never counts.
-        targets = np.array([int(store.mask(r, a + 1, b).sum()) for r, a, b in rows], dtype=np.int64)
+        targets = np.array([int(store.mask(*part).sum()) for part in zip(row, first, after)], dtype=np.int64)
     keep = targets > 0
-    counts["no_target"] = int((~keep).sum())
-    rows = np.column_stack([rows, targets])[keep].astype(np.int32)
+    counts |= {"no_target": int((~keep).sum()), "no_target_tokens": int((stop - start)[~keep].sum())}
+    rows = np.column_stack([rows, targets, end])[keep].astype(np.int32)
     counts |= {"documents": len(rows), "tokens": int((rows[:, STOP] - rows[:, START]).sum())}
     if SOURCES[spec.name].kind == "tokens":
         counts |= dict(zip(("smallest_id", "largest_id"), store.id_range()))
     if not len(rows):
         raise ConfigError(f"--training.dataset {spec.name} {spec.path}: no document with a target is left ({counts})")
-    table.with_suffix(".json").write_text(json.dumps(asdict(spec) | {"counts": counts}))
+    table.with_suffix(".json").write_text(json.dumps(asdict(spec) | {"counts": counts, "content": store.content()}))
     part = table.with_suffix(".part.npy")
     np.save(part, np.ascontiguousarray(rows.T))
     part.rename(table)
@@ -186,11 +192,13 @@ def apply_length_policy(lengths: np.ndarray, seq_len: int, policy: str) -> tuple
         policy: "split" (pieces of seq_len, each a document), "truncate" or "drop".
 
     Returns:
-        ([documents, 3] of row, start, stop in row order, counts: rows, empty, long).
+        ([documents, 3] of row, start, stop in row order, counts: rows and tokens read, empty rows, long rows, tokens
+        dropped).
     """
     lengths = lengths.astype(np.int64)
     counts = {
         "rows": len(lengths),
+        "tokens_read": int(lengths.sum()),
         "empty": int((lengths == 0).sum()),
         "long": int((lengths > seq_len).sum()),
     }
@@ -203,4 +211,5 @@ def apply_length_policy(lengths: np.ndarray, seq_len: int, policy: str) -> tuple
     row = np.repeat(np.arange(len(lengths)), pieces)
     piece = np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     start = piece * seq_len
-    return np.column_stack([row, start, np.minimum(start + seq_len, lengths[row])]), counts
+    stop = np.minimum(start + seq_len, lengths[row])
+    return np.column_stack([row, start, stop]), counts | {"dropped_tokens": int(lengths.sum() - (stop - start).sum())}

@@ -53,6 +53,7 @@ class StepBatch:
         micro_batches: the M micro-batches of this data-parallel rank, in training order.
         n_targets: valid labels of the whole step over all ranks.
         plan_hash: hash of the plan, equal on all ranks.
+        documents: [k] ids of the documents of the whole step.
         stats: plan statistics for the log, over all ranks.
         cp_work: predicted seconds of the (slowest, average) context-parallel rank, summed over these micro-batches.
         step_time: predicted step of this data-parallel rank.
@@ -63,6 +64,7 @@ class StepBatch:
     micro_batches: list[MicroBatch]
     n_targets: int
     plan_hash: str
+    documents: np.ndarray
     stats: dict
     cp_work: tuple[float, float]
     step_time: StepTime
@@ -103,6 +105,7 @@ class StepBuilder:
             micro_batches=[micro_batches[i] for i in order],
             n_targets=self.documents.count_targets(plan.spans),
             plan_hash=plan.hash(),
+            documents=plan.spans[:, ID],
             stats={
                 "tokens": plan.tokens,
                 "docs": plan.documents,

@@ -1,13 +1,24 @@
-"""Rows of token ids behind one interface: `row_lengths`, `tokens(row, start, stop)`, and `mask(...)` where
-`has_mask`."""
+"""Rows of token ids behind one interface: `row_lengths`, `tokens(row, start, stop)`, `mask(...)` where `has_mask`, and
+`content()`, a hash of all of it."""
 
+import hashlib
 import json
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from torchtitan_wlb.errors import ConfigError
+
+
+def _hash(arrays: Iterable[np.ndarray]) -> str:
+    h = hashlib.blake2b(digest_size=8)
+    for array in arrays:
+        h.update(str(array.shape).encode())
+        if array.size:
+            h.update(np.ascontiguousarray(array).data)
+    return h.hexdigest()
 
 
 class ArrowTokens:
@@ -35,6 +46,10 @@ class ArrowTokens:
         """Smallest and largest id of the whole store."""
         parts = [values for values, _ in self._ids if len(values)]
         return min((int(v.min()) for v in parts), default=0), max((int(v.max()) for v in parts), default=0)
+
+    def content(self) -> str:
+        """Hash of all ids and masks."""
+        return _hash(values for chunks in (self._ids, self._masks) for part in chunks for values in part)
 
     def _slice(self, chunks, row: int, start: int, stop: int) -> np.ndarray:
         c = int(np.searchsorted(self._first, row, side="right")) - 1
@@ -75,6 +90,9 @@ class FlatTokens:
     def id_range(self) -> tuple[int, int]:
         return int(self._ids.min()), int(self._ids.max())
 
+    def content(self) -> str:
+        return _hash([self._ids, self.row_lengths])
+
 
 class SyntheticTokens:
     """Random bytes with given lengths, made when they are read."""
@@ -86,6 +104,9 @@ class SyntheticTokens:
 
     def tokens(self, row: int, start: int, stop: int) -> np.ndarray:
         return np.random.default_rng(row).integers(0, 256, stop, dtype=np.int32)[start:]
+
+    def content(self) -> str:
+        return _hash([self.row_lengths])
 
     def mask(self, row: int, start: int, stop: int) -> np.ndarray:
         raise NotImplementedError("synthetic documents have no loss mask")

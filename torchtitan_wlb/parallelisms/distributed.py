@@ -1,13 +1,18 @@
 """Process groups: start, time limits, and the agreement of all ranks on what they are about to do."""
 
+import contextlib
+import ctypes
 import datetime
 import os
+import signal
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 
 from torchtitan_wlb import torch_private
+
+_PR_SET_PDEATHSIG = 1
 
 
 def select_device() -> torch.device:
@@ -33,10 +38,26 @@ def init_distributed(
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(trace_buf_size))
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
         os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{trace_folder}/rank_")
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")):
-        os.environ.setdefault(name, value)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_seconds))
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:  # without a launcher: one process, which listens to nobody
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def end_with_parent() -> None:
+    """Let the system kill this process when the one that started it ends, however it ends, and the same for processes
+    forked from this one (Linux; elsewhere nothing happens)."""
+
+    def ask() -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # under torchrun; a shell may well end before what it started
+        ask()
+    os.register_at_fork(after_in_child=ask)
 
 
 def set_timeouts(seconds: int, groups: Iterable[dist.ProcessGroup]) -> None:

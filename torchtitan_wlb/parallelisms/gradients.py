@@ -9,16 +9,21 @@ from torch.distributed.tensor import DTensor
 
 
 @torch.no_grad()
-def clip_grad_norm(parameters: list[nn.Parameter], max_norm: float, device: torch.device) -> torch.Tensor:
-    """Norm of the whole gradient over all ranks and stages; gradients are scaled down to max_norm if it is larger (0:
-    never).
+def clip_grad_norm(parameters: dict[str, nn.Parameter], max_norm: float, device: torch.device) -> torch.Tensor:
+    """Norm of the whole gradient over all ranks and stages, in fp64; gradients are scaled down to max_norm if it is
+    larger (0: never). Not finite on one rank is not finite on all.
 
     Every rank adds the squares of its local shards, divided by the number of ranks that hold the same numbers; one
     all-reduce over all ranks gives the square of the norm.
+
+    Raises:
+        RuntimeError: a trainable parameter has no gradient, by name.
     """
+    if missing := [name for name, p in parameters.items() if p.requires_grad and p.grad is None]:
+        raise RuntimeError(f"no gradient after backward: {', '.join(missing)}")
     total = torch.zeros((), dtype=torch.float64, device=device)
     by_copies: dict[int, list[torch.Tensor]] = {}
-    for p in parameters:
+    for p in parameters.values():
         if p.grad is None:
             continue
         grad = p.grad

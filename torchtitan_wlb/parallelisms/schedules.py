@@ -15,6 +15,7 @@ from torchtitan_wlb.torch_private import ComputationType
 
 LOOPED_SCHEDULES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")  # stage i on rank i mod PP
 V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")  # two stages a rank: r on the way down, 2 PP - 1 - r on the way up
+SPLIT_SCHEDULES = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 ACTION_TYPES = {
     "F": ComputationType.FORWARD,
     "B": ComputationType.FULL_BACKWARD,

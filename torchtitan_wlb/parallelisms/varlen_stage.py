@@ -23,19 +23,12 @@ from torchtitan_wlb.torch_private import (
     Action as PipelineAction,
 )
 from torchtitan_wlb.torch_private import (
-    ComputationType,
     PipelineScheduleRuntime,
     RecvInfo,
+    add_send_recv,
+    add_unshard_reshard,
     extract_tensor_meta,
     extract_tensor_metas,
-)
-
-_FORWARD_HALF = (
-    ComputationType.UNSHARD,
-    ComputationType.RESHARD,
-    ComputationType.RECV_F,
-    ComputationType.FORWARD,
-    ComputationType.SEND_F,
 )
 
 
@@ -137,16 +130,16 @@ class VarlenSchedule(PipelineScheduleRuntime):
         n_micro_batches = 1 + max(i for _, _, i in actions[0])
         # Gradients are sums already: the loss is divided by the valid labels of the whole step.
         super().__init__(stages, n_micro_batches, loss_fn=identity, scale_grads=False)
-        self._prepare_schedule_with_comms(
-            {
-                rank: [PipelineAction(s, ACTION_TYPES[kind], i) for kind, s, i in each]
-                for rank, each in enumerate(actions)
-            }
-        )
+        lists = [[PipelineAction(s, ACTION_TYPES[kind], i) for kind, s, i in each] for each in actions]
+        self._prepare_schedule_with_comms(dict(enumerate(lists)))
         self._training: dict[int, list] = self.pipeline_order_with_comms  # type: ignore[has-type]
-        self._evaluation = {
-            rank: [a for a in each if a.computation_type in _FORWARD_HALF] for rank, each in self._training.items()
-        }
+        # Forward alone has other gathers and frees of FSDP than the forward half of a step.
+        forward = [[a for a in each if a.computation_type == ACTION_TYPES["F"]] for each in lists]
+        self._evaluation: dict[int, list] = add_send_recv(
+            {rank: add_unshard_reshard(each) for rank, each in enumerate(forward)},
+            stage_to_rank=lambda stage: self.stage_index_to_group_rank[stage],
+            num_stages=self._num_stages,
+        )
 
     def run(
         self,
