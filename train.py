@@ -298,7 +298,12 @@ def main(job_config: JobConfig) -> None:
             if clock.timed and batch.n_targets:
                 record["imbalance_measured"] = measured_imbalance(clock.seconds(), parallel_dims, device)
             metrics.add(record, table)
-            if step % job_config.metrics.log_freq == 0 or step == first_step:
+            validates = step % validation.freq == 0
+            if held_out and validates:
+                pause = time.perf_counter()
+                metrics.add_validation(*evaluate(pipeline, held_out, settings, layout, validation.steps))
+                metrics.pause(time.perf_counter() - pause)
+            if (held_out and validates) or step % job_config.metrics.log_freq == 0 or step == first_step:
                 metrics.log()
             if step == first_step:
                 set_timeouts(comm.train_timeout_seconds, parallel_dims.groups(world_mesh))
@@ -314,8 +319,6 @@ def main(job_config: JobConfig) -> None:
             if checkpoints and step % job_config.checkpoint.interval == 0:
                 metrics.check()
                 checkpoints.save(last_state)
-            if held_out and step % validation.freq == 0:
-                metrics.log_validation(step, *evaluate(pipeline, held_out, settings, layout, validation.steps))
             if step % training.gc_freq == 0:
                 gc.collect(1)
             metrics.pause(time.perf_counter() - pause)

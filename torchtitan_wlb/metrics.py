@@ -105,6 +105,10 @@ class MetricLogger:
         self._pairs += record["attended_pairs"]
         self._tables.append(table)
 
+    def add_validation(self, loss: float, targets: int) -> None:
+        """Put the loss over held-out documents into the record of the step that was added last."""
+        self._record |= {"validation_loss": loss, "validation_targets": targets}
+
     def check(self) -> None:
         """Make sure, before a checkpoint, that all ranks trained the same plans since the last log."""
         if self._tables:
@@ -144,6 +148,9 @@ class MetricLogger:
         if self._wandb is not None:
             self._wandb.log(scalars, step=r["step"])
         c = self.color
+        if "validation_loss" in r:
+            text = f"loss {_shown(r['validation_loss'], 0, 4)} over {r['validation_targets']:,} targets"
+            logger.info(f"{c.cyan}validation after step {r['step']}: {text}{c.reset}")
         mfu = "" if r["mfu"] is None else f"  {c.magenta}mfu {r['mfu']:6.2%}"
         logger.info(
             f"{c.red}step {r['step']:>5}  {c.green}loss {_shown(r['loss'], 7, 4)}  "
@@ -153,17 +160,6 @@ class MetricLogger:
             f"{c.magenta}delay {r['delay_mean_steps']:.2f}  {c.blue}tps {r['tps']:>8,.0f}{mfu}  "
             f"{c.yellow}{r['step_time_s']:.2f} s{c.reset}"
         )
-
-    def log_validation(self, step: int, loss: float, tokens: int) -> None:
-        if not self.writes:
-            return
-        logger.info(
-            f"{self.color.cyan}validation after step {step}: loss {loss:.4f} over {tokens:,} targets{self.color.reset}"
-        )
-        if self._tensorboard is not None:
-            self._tensorboard.add_scalar("validation_loss", loss, step)
-        if self._wandb is not None:
-            self._wandb.log({"validation_loss": loss}, step=step)
 
     def close(self) -> None:
         for sink in (self._file, self._tensorboard):

@@ -233,6 +233,10 @@ def test_loggers_validation_profile_and_end_of_data(corpus, tmp_path):
     assert len(events.Scalars("validation_loss")) == records[-1]["step"] // 2
     # The same held-out documents before and after a step of training, so close to the training loss; and equal in another layout.
     validation = [e.value for e in events.Scalars("validation_loss")]
+    written = [r["validation_loss"] for r in records if "validation_loss" in r]
+    assert (
+        written == pytest.approx(validation, rel=1e-6) and f"validation after step 2: loss {written[0]:.4f} over" in out
+    )
     assert validation[0] == pytest.approx(records[2]["loss"], abs=0.5)
     one = [x if x != str(tmp_path) else str(tmp_path / "one") for x in flags if "wandb" not in x]
     train([*one, *layout(cp=2), "--training.steps", "2", "--activation_checkpoint.mode", "none"])
