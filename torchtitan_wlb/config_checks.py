@@ -10,14 +10,16 @@ from collections.abc import Iterator
 from pathlib import PurePath
 
 from torchtitan_wlb.config import JobConfig
+from torchtitan_wlb.cost.cost_model import CostModel
 from torchtitan_wlb.data.sources import SOURCES
 from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.models.llama import llama_configs
-from torchtitan_wlb.packing.deadline import Deadline
+from torchtitan_wlb.packing.settings import resolve_settings
 from torchtitan_wlb.parallelisms.parallel_dims import ParallelDims
 from torchtitan_wlb.parallelisms.schedules import SPLIT_SCHEDULES, count_stages, default_micro_batches, schedule_problem
 
 Problems = Iterator[str]
+_ANY_COST = CostModel(pair_flops=1.0, token_cost=1.0, knots=(1,), rates=(1.0,))  # limits do not depend on costs
 
 
 def validate(config: JobConfig, world_size: int) -> ParallelDims:
@@ -139,13 +141,14 @@ def check_packing(config: JobConfig, dims: ParallelDims) -> Problems:
             f"--packing.max_tokens_in_flight {k.max_tokens_in_flight}: must be 0 or at least pipeline degree x "
             f"seq_len = {dims.pp * window}, the average"
         )
-    n, multiple = resolve_batch(config, dims), config.training.length_multiple
-    capacity = int(k.max_len_factor * window) // multiple * multiple if k.strategy.startswith("wlb") else window
-    least = Deadline(n, capacity, 0, window).least_delay(k.window if k.strategy.startswith("fixed") else 0)
+    n = resolve_batch(config, dims)
+    settings = resolve_settings(config.training, k, n=n, pp=dims.pp, seed=0, cost=_ANY_COST, documents="")
+    deadline = settings.deadline
+    least = deadline.least_delay(k.window if k.strategy.startswith("fixed") else 0)
     if k.max_delay_steps < least and not k.strategy.startswith("plain"):
         yield (
             f"--packing.max_delay_steps {k.max_delay_steps}: must be at least {least} with {n} micro-batches of at "
-            f"most {capacity} tokens (--packing.strategy {k.strategy}), or documents could wait longer"
+            f"most {deadline.capacity} tokens (--packing.strategy {k.strategy}), or documents could wait longer"
         )
     if k.strategy == "fixed_solver" and importlib.util.find_spec("scipy") is None:
         yield "--packing.strategy fixed_solver needs SciPy: pip install torchtitan_wlb[solver]"

@@ -209,6 +209,16 @@ def test_nobody_waits_longer_than_the_limit_and_the_state_does_not_grow(stream, 
         assert planner.step * n * 100 - sum(planner.order.drawn_tokens) - planner.given_up <= n * 100
 
 
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize("n, k, budget", [(4, 2, 200), (4, 4, 400), (8, 2, 200)])
+def test_documents_that_must_leave_keep_to_the_tokens_in_flight(stream, n, k, budget):
+    planner = make_planner(STREAMS[stream], n=n, in_flight=(k, budget))
+    for _ in range(200):
+        plan = next(planner)
+        held = sorted(int(lengths(plan.micro_batch(b)).sum()) for b in range(n))
+        assert sum(held[-k:]) <= budget and max(plan.delay[1], plan.waiting[2]) <= 15
+
+
 def test_plain_whole_is_next_fit():
     planner = make_planner([6, 6, 6, 6], n=2, seq_len=13, strategy="plain_whole")
     assert [len(mb) for mb in micro_batches(next(planner))] == [2, 2] and isinstance(planner.packer, PlainWhole)

@@ -36,8 +36,9 @@ class WLB(Packer):
     """Workload-balanced packing.
 
     Args:
-        deadline: n micro-batches a step, the tokens that each may hold (they win over balance), and the longest delay.
+        deadline: n micro-batches a step, and the longest delay.
         seq_len: context window, the mean tokens of a micro-batch.
+        capacity: tokens a micro-batch may hold. Always wins over balance.
         in_flight: (micro-batches, tokens): so many together may hold so many tokens; (0, 0) for no such limit.
         delay_price: see above.
     """
@@ -46,12 +47,13 @@ class WLB(Packer):
         self,
         deadline: Deadline,
         seq_len: int,
+        capacity: int,
         cost: CostModel,
         *,
         in_flight: tuple[int, int] = (0, 0),
         delay_price: float = 0.12,
     ):
-        self.deadline, self.n, self.capacity = deadline, deadline.n, deadline.capacity
+        self.deadline, self.n, self.capacity = deadline, deadline.n, capacity
         self.seq_len, self.cost, self.in_flight, self.delay_price = seq_len, cost, in_flight, delay_price
         self.kept = [NONE, NONE]  # the pool, and what was left over
         self.seen = [0.0, 0]  # work and tokens drawn so far, for the average micro-batch
