@@ -298,12 +298,12 @@ def main(job_config: JobConfig) -> None:
             if clock.timed and batch.n_targets:
                 record["imbalance_measured"] = measured_imbalance(clock.seconds(), parallel_dims, device)
             metrics.add(record, table)
-            validates = step % validation.freq == 0
-            if held_out and validates:
+            if held_out and step % validation.freq == 0:
                 pause = time.perf_counter()
                 metrics.add_validation(*evaluate(pipeline, held_out, settings, layout, validation.steps))
                 metrics.pause(time.perf_counter() - pause)
-            if (held_out and validates) or step % job_config.metrics.log_freq == 0 or step == first_step:
+                metrics.log()
+            elif step % job_config.metrics.log_freq == 0 or step == first_step:
                 metrics.log()
             if step == first_step:
                 set_timeouts(comm.train_timeout_seconds, parallel_dims.groups(world_mesh))

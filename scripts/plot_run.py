@@ -20,6 +20,7 @@ from torchtitan_wlb.config import JobConfig
 from torchtitan_wlb.config_manager import exit_on_config_error, load_config
 from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.logger import init_logger
+from torchtitan_wlb.metrics import complete_lines
 
 MOST_STEPS = 300  # planned again at most
 PANELS = (("loss", "validation_loss"), ("imbalance_micro_batch", "imbalance_cp"), ("delay_mean_steps",))
@@ -34,8 +35,7 @@ def read_metrics(folder: Path) -> list[dict]:
         ConfigError: there are none.
     """
     path = folder / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    records = [json.loads(line) for line in lines if line.endswith("}")]
+    records = [json.loads(line) for line in complete_lines(path)]
     if not records:
         raise ConfigError(f"{path}: no step has been logged there")
     return records

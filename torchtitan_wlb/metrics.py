@@ -28,7 +28,7 @@ def _shown(value: float | None, width: int, digits: int) -> str:
     return f"{'-':>{width}}" if value is None else f"{value:{width}.{digits}f}"
 
 
-def _complete_lines(path: Path) -> list[str]:
+def complete_lines(path: Path) -> list[str]:
     """Lines of a JSON-lines file; a last line that a crash cut short is left out."""
     lines = path.read_text().splitlines() if path.exists() else []
     if lines and not lines[-1].endswith("}"):
@@ -66,7 +66,7 @@ class MetricLogger:
         self._file = self._tensorboard = self._wandb = None
         if self.writes:
             path = dump_folder / "metrics.jsonl"
-            kept = [line for line in _complete_lines(path) if json.loads(line)["step"] <= resumed_step]
+            kept = [line for line in complete_lines(path) if json.loads(line)["step"] <= resumed_step]
             path.write_text("".join(line + "\n" for line in kept))
             self._file = path.open("a")
             if metrics.enable_tensorboard:

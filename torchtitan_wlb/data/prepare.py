@@ -25,7 +25,7 @@ from torchtitan_wlb.logger import logger
 
 # Rows of a document table: row, start, stop, targets, and where labels end: at the end of the row for a piece of a
 # split document, whose last token predicts the first one of the next piece.
-START, STOP, LABELS_END = 1, 2, 4
+START, STOP = 1, 2
 _FORMAT = 2  # of the table
 
 
