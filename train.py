@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from torchtitan_wlb.checkpoint import CheckpointManager, find_checkpoint, read_run_state, set_aside_later
+from torchtitan_wlb.checkpoint import CheckpointManager, find_checkpoint, set_aside_later
 from torchtitan_wlb.config import JobConfig
 from torchtitan_wlb.config_checks import batch_problems, resolve_batch, settings_without_effect, validate
 from torchtitan_wlb.config_manager import exit_on_config_error, load_config
@@ -35,7 +35,7 @@ from torchtitan_wlb.metrics import ALL_SHARDINGS, MetricLogger, peak_flops
 from torchtitan_wlb.models.kernels import select_kernel
 from torchtitan_wlb.models.llama import llama_configs
 from torchtitan_wlb.optimizer import build_optimizers, lr_factor
-from torchtitan_wlb.packing.settings import PackingSettings, fields_left_open, reconcile, resolve_settings
+from torchtitan_wlb.packing.settings import PackingSettings, resolve_settings
 from torchtitan_wlb.packing.tuning import tune
 from torchtitan_wlb.parallelisms.distributed import (
     check_agreement,
@@ -49,6 +49,7 @@ from torchtitan_wlb.parallelisms.parallelize_llama import build_stage
 from torchtitan_wlb.parallelisms.pipeline_llama import Pipeline, plan_pipeline
 from torchtitan_wlb.parallelisms.step_sums import gather_step, measured_imbalance
 from torchtitan_wlb.profiling import MicroBatchClock, maybe_enable_memory_snapshot, maybe_enable_profiling
+from torchtitan_wlb.run_state import PlannerState, RunState, check_identity, identity, read_run_state
 
 
 def main(job_config: JobConfig) -> None:
@@ -71,26 +72,40 @@ def main(job_config: JobConfig) -> None:
         prove_writable(folders)
         _lock = take(dump_folder)
 
-    # What a resumed run has decided already, before any data is opened.
-    made_with = {"model.flavor": job_config.model.flavor, "optimizer.name": job_config.optimizer.name}
+    # A resumed run goes on with the packing that was resolved at its first step, whatever the layout is now.
     checkpoint, run_state = None, None
     if job_config.checkpoint.enable:
         checkpoint = find_checkpoint(checkpoint_folder, job_config.checkpoint.load_step)
-        run_state = read_run_state(checkpoint, made_with) if checkpoint else None
-    step = run_state["step"] if run_state else 0
+        run_state = read_run_state(checkpoint) if checkpoint else None
+    exclude = job_config.checkpoint.exclude_from_loading
+    keeps_packing = run_state is not None and "dataloader" not in exclude
+    step = run_state.step if run_state else 0
     if rank == 0 and not checkpoint:
         written = ("metrics.jsonl", job_config.metrics.save_tb_folder, job_config.profiling.save_traces_folder)
         set_aside(dump_folder / name for name in written)
-    if run_state and "dataloader" in job_config.checkpoint.exclude_from_loading:
-        run_state = None
-    n = resolve_batch(job_config, parallel_dims)
-    if run_state and training.global_batch_size == -1:
-        n = run_state["settings"]["n"]
-    if problems := list(batch_problems(n, parallel_dims, parallelism.pipeline_parallel_schedule)):
+    device = select_device()
+    device_name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    kind = find_device(job_config.cost_model.device, device_name)
+    tokenizer = Tokenizer(job_config.model.tokenizer, job_config.model.add_bos, job_config.model.add_eos)
+    model_args = replace(llama_configs[job_config.model.flavor], vocab_size=tokenizer.padded_vocab_size)
+    profile = read_profile(job_config.cost_model.profile, model_args, tp=parallel_dims.tp)
+    settings = resolve_settings(
+        training,
+        job_config.packing,
+        n=resolve_batch(job_config, parallel_dims),
+        pp=parallel_dims.pp,
+        seed=job_config.debug.seed,
+        cost=build_cost_model(profile, kind, model_args, tp=parallel_dims.tp, cp=parallel_dims.cp),
+    )
+    made_with = identity(job_config, tokenizer, profile)
+    if run_state:
+        check_identity(run_state, made_with, settings, job_config, exclude)
+    if run_state and keeps_packing:
+        settings = run_state.settings
+    if problems := list(batch_problems(settings.n, parallel_dims, parallelism.pipeline_parallel_schedule)):
         raise ConfigError(*problems)
 
     # Documents. The first process of a machine tokenises what is not in the cache, the others wait at a file lock.
-    tokenizer = Tokenizer(job_config.model.tokenizer, job_config.model.add_bos, job_config.model.add_eos)
     documents = load_documents(training, tokenizer, training.dataset, training.dataset_path, training.dataset_weight)
     for name, counts in zip(training.dataset, documents.counts()):
         shown = ", ".join(f"{k} {v:,}" for k, v in counts.items())
@@ -101,26 +116,14 @@ def main(job_config: JobConfig) -> None:
             training, tokenizer, validation.dataset, validation.dataset_path, section="validation"
         )
 
-    # What decides packing is resolved once; a resumed run takes it from the checkpoint, whatever its layout.
-    device = select_device()
-    device_name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    kind = find_device(job_config.cost_model.device, device_name)
-    model_args = replace(llama_configs[job_config.model.flavor], vocab_size=tokenizer.padded_vocab_size)
-    profile = read_profile(job_config.cost_model.profile, model_args, tp=parallel_dims.tp)
-    settings = resolve_settings(
-        training,
-        job_config.packing,
-        n=n,
-        pp=parallel_dims.pp,
-        seed=job_config.debug.seed,
-        cost=build_cost_model(profile, kind, model_args, tp=parallel_dims.tp, cp=parallel_dims.cp),
-        documents=documents.fingerprint,
-    )
-    if run_state:
-        left_open = fields_left_open(training, job_config.packing, job_config.cost_model)
-        settings = reconcile(run_state["settings"], settings, left_open)
+    made_with["training.dataset_path"] = f"content {documents.content}"
+    planner_state = None
+    if run_state and keeps_packing:
+        check_identity(run_state, made_with, settings, job_config, exclude)
+        planner_state = run_state.planner.model_dump()
     else:
         settings = tune(settings, job_config.packing.target_delay, partial(make_planner, documents))
+    plans = StepPlans(documents, settings, planner_state)
 
     # Process groups and the device mesh; from here on all ranks must agree on what they are about to do.
     comm = job_config.comm
@@ -160,6 +163,7 @@ def main(job_config: JobConfig) -> None:
     check_agreement(
         {
             "packing settings": settings.hash(),
+            "documents": documents.content,
             "resumed step": str(step),
             "choice of shard plans": f"{layout.sharding} {layout.kernel_cost.hash()}",
         }
@@ -221,7 +225,6 @@ def main(job_config: JobConfig) -> None:
             checkpoints.load(checkpoint, job_config.checkpoint.exclude_from_loading)
             if rank == 0:
                 set_aside_later(checkpoint)
-    plans = StepPlans(documents, settings, run_state["planner"] if run_state else None)
     builder = StepBuilder(documents, settings, layout)
     steps = build_dataloader(plans, builder, training.num_workers, pin_memory=device.type == "cuda")
     metrics = MetricLogger(
@@ -315,7 +318,8 @@ def main(job_config: JobConfig) -> None:
                 )
 
             pause = time.perf_counter()
-            last_state = {"step": step, "settings": asdict(settings), "planner": batch.state, "made_with": made_with}
+            planner = PlannerState.model_validate(batch.state)
+            last_state = RunState(step=step, settings=settings, planner=planner, made_with=made_with)
             if checkpoints and step % job_config.checkpoint.interval == 0:
                 metrics.check()
                 checkpoints.save(last_state)
@@ -341,7 +345,7 @@ def evaluate(
 ) -> tuple[float, int]:
     """(mean loss, targets) of the first n steps of a pass over held-out documents, packed with `plain`. All ranks call
     it."""
-    held_out = replace(settings, strategy="plain", epochs=1, documents=documents.fingerprint)
+    held_out = replace(settings, strategy="plain", epochs=1)
     device = next(pipeline.model_parts[0].parameters()).device
     total, targets = torch.zeros((), dtype=torch.float64, device=device), 0
     steps = build_dataloader(StepPlans(documents, held_out), StepBuilder(documents, held_out, layout))

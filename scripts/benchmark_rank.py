@@ -234,7 +234,6 @@ class Bench:
         config.packing.strategy = "plain_whole" if strategy in self.baselines else strategy  # type: ignore[assignment]
         return resolve_settings(
             config.training, config.packing, n=self.n, pp=self.dims.pp, seed=seed, cost=self.cost,
-            documents=self.documents.fingerprint,
         )  # fmt: skip
 
     def shard_plans(self, strategy: str, schedule: str) -> Layout:

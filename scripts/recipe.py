@@ -107,7 +107,6 @@ def resolve_recipe(config: JobConfig, *, ranks: int = 0, seed: int | None = None
         pp=dims.pp,
         seed=config.debug.seed if seed is None else seed,
         cost=build_cost_model(profile, device, args, tp=dims.tp, cp=dims.cp),
-        documents="",  # plans do not depend on the fingerprint
     )
     return Recipe(config, dims, tokenizer, args, device, profile, settings)
 

@@ -6,7 +6,6 @@ them.
 <folder>/step-100/.metadata          written last: a checkpoint without it is not complete and is never loaded
 """
 
-import json
 import re
 import shutil
 import time
@@ -31,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.logger import logger
 from torchtitan_wlb.optimizer import OptimizersContainer
+from torchtitan_wlb.run_state import FILE, RunState
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -42,7 +42,7 @@ def step_folders(folder: Path) -> dict[int, Path]:
 
 
 def is_complete(path: Path) -> bool:
-    return all((path / name).exists() for name in (".metadata", "run_state.json"))
+    return all((path / name).exists() for name in (".metadata", FILE))
 
 
 def find_checkpoint(folder: Path, load_step: int = -1) -> Path | None:
@@ -61,28 +61,6 @@ def find_checkpoint(folder: Path, load_step: int = -1) -> Path | None:
     if not complete:
         return None
     return steps[complete[-1] if load_step == -1 else load_step]
-
-
-def read_run_state(checkpoint: Path, made_with: dict[str, str]) -> dict[str, Any]:
-    """{"step", "settings", "planner", "made_with"} of a checkpoint.
-
-    Args:
-        made_with: {flag: value} that must be as when it was made.
-
-    Raises:
-        ConfigError: the file is damaged, or something was configured differently.
-    """
-    path = checkpoint / "run_state.json"
-    try:
-        state = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--checkpoint.load_step: {path} cannot be read ({error})") from error
-    made = state["made_with"]
-    if changed := [k for k, v in made_with.items() if made[k] != v]:
-        raise ConfigError(
-            *(f"--{k}: the checkpoint was made with {made[k]}, configured is {made_with[k]}" for k in changed)
-        )
-    return state
 
 
 def set_aside_later(checkpoint: Path) -> None:
@@ -128,18 +106,18 @@ class CheckpointManager:
     def _parts(self):
         return zip(self.optimizers.model_parts, self.optimizers.optimizers)
 
-    def save(self, run_state: dict[str, Any]) -> None:
-        """Save the checkpoint of run_state["step"]; run_state is JSON and equal on all ranks. A model with a weight
-        that is not finite is not saved, and no earlier checkpoint is deleted for it."""
+    def save(self, run_state: RunState) -> None:
+        """Save the checkpoint of run_state.step. A model with a weight that is not finite is not saved, and no earlier
+        checkpoint is deleted for it."""
         self.finish()
         if not self._is_finite():
-            logger.error(f"Not saved after step {run_state['step']}: a weight is not finite")
+            logger.error(f"Not saved after step {run_state.step}: a weight is not finite")
             return
-        path = self.folder / f"step-{run_state['step']}"
+        path = self.folder / f"step-{run_state.step}"
         if dist.get_rank() == 0:
             shutil.rmtree(path, ignore_errors=True)
             path.mkdir(parents=True)
-            (path / "run_state.json").write_text(json.dumps(run_state))
+            (path / FILE).write_text(run_state.model_dump_json())
         dist.barrier()
         if self.asynchronous:
             self._pending = cast(

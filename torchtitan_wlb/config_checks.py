@@ -142,7 +142,7 @@ def check_packing(config: JobConfig, dims: ParallelDims) -> Problems:
             f"seq_len = {dims.pp * window}, the average"
         )
     n = resolve_batch(config, dims)
-    settings = resolve_settings(config.training, k, n=n, pp=dims.pp, seed=0, cost=_ANY_COST, documents="")
+    settings = resolve_settings(config.training, k, n=n, pp=dims.pp, seed=0, cost=_ANY_COST)
     deadline = settings.deadline
     least = deadline.least_delay(k.window if k.strategy.startswith("fixed") else 0)
     if k.max_delay_steps < least and not k.strategy.startswith("plain"):

@@ -69,7 +69,7 @@ def steps_of(strategy: str, multiple: int, cache: str) -> tuple[Iterator[StepBat
     documents = load_synthetic(config, WINDOW)
     args = replace(llama_configs["debugmodel"], vocab_size=384)
     cost = build_cost_model(None, "cpu", args, tp=1, cp=1)
-    settings = resolve_settings(t, config.packing, n=N, pp=1, seed=0, cost=cost, documents=documents.fingerprint)
+    settings = resolve_settings(t, config.packing, n=N, pp=1, seed=0, cost=cost)
     settings = tune(settings, config.packing.target_delay, partial(make_planner, documents))
     layout = Layout(
         dp=1, dp_rank=0, cp=1, cp_rank=0, tp=TP, tp_rank=dist.get_rank(), sharding="adaptive",

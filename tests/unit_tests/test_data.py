@@ -66,11 +66,11 @@ def test_labels_are_shifted_inside_the_document(folder, tmp_path):
 
 def test_the_cache_is_reused_and_depends_on_the_files(folder, tmp_path):
     cache = tmp_path / "cache"
-    first = Documents([spec("text", folder)], [1.0], BYTES, str(cache)).fingerprint
-    assert Documents([spec("text", folder)], [1.0], BYTES, str(cache)).fingerprint == first
+    first = Documents([spec("text", folder)], [1.0], BYTES, str(cache)).content
+    assert Documents([spec("text", folder)], [1.0], BYTES, str(cache)).content == first
     assert len(list(cache.iterdir())) == 1
     (folder / "a.txt").write_text("hello, more")
-    assert Documents([spec("text", folder)], [1.0], BYTES, str(cache)).fingerprint != first
+    assert Documents([spec("text", folder)], [1.0], BYTES, str(cache)).content != first
     assert len(list(cache.iterdir())) == 2
 
 
@@ -214,7 +214,7 @@ def builder(documents: Documents) -> StepBuilder:
     unused = analytic_kernel_cost(DEVICES["cpu"], 1.0, 1.0)
     layout = Layout(1, 0, 1, 0, 1, 0, "adaptive", unused, without_pipelining(1))
     training = Training(seq_len=16, seq_len_multiple=4)
-    settings = resolve_settings(training, Packing(), n=1, pp=1, seed=0, cost=COST, documents="")
+    settings = resolve_settings(training, Packing(), n=1, pp=1, seed=0, cost=COST)
     return StepBuilder(documents, settings, layout)
 
 

@@ -16,7 +16,7 @@ FLOORS = [
     ["data"],
     ["profiling"],
     ["parallelisms"],
-    ["optimizer"],
+    ["optimizer", "run_state"],
     ["checkpoint", "metrics", "config_manager", "config_checks"],
 ]
 WITHOUT_TORCH = ["errors", "logger", "config", "config_manager", "cost", "packing"]

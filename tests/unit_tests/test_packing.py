@@ -1,7 +1,7 @@
 """Packing: nothing is lost, nothing is too long, logs say what a brute-force count says, any state gives the same future."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_wlb.config import Packing, Training
 from torchtitan_wlb.cost.cost_model import CostModel, imbalance
 from torchtitan_wlb.cost.devices import DEVICES
 from torchtitan_wlb.cost.profile import build_cost_model, read_profile
@@ -20,7 +19,7 @@ from torchtitan_wlb.packing.deadline import Deadline
 from torchtitan_wlb.packing.greedy import deal, spread
 from torchtitan_wlb.packing.planner import StepPlanner, make_packer
 from torchtitan_wlb.packing.quality import measure
-from torchtitan_wlb.packing.settings import PackingSettings, reconcile, resolve_settings
+from torchtitan_wlb.packing.settings import PackingSettings
 from torchtitan_wlb.packing.solver import solve
 from torchtitan_wlb.packing.spans import as_spans, lengths
 from torchtitan_wlb.packing.tuning import tune
@@ -35,7 +34,7 @@ FIXED_LENGTH = STRATEGIES[:4]
 def make_settings(**changes) -> PackingSettings:
     s = PackingSettings(
         strategy="wlb", n=4, seq_len=100, seq_len_multiple=1, s_max=150, thresholds=(40, 70), delay_price=0.12, max_delay=15,
-        window=2, solver_nodes=3, in_flight=(0, 0), cost=COST, seed=0, epochs=0, documents="x",
+        window=2, solver_nodes=3, in_flight=(0, 0), cost=COST, seed=0, epochs=0,
     )  # fmt: skip
     return replace(s, **changes)
 
@@ -353,20 +352,3 @@ def test_profile_is_read_and_checked(tmp_path):
         path.write_text(json.dumps(broken))
         with pytest.raises(ConfigError, match=message):
             read_profile(str(path), args, tp=1)
-
-
-def test_resume_settings_are_the_stored_ones():
-    def resolve(n, cost=COST, **packing):
-        training = Training(seq_len=128)
-        return resolve_settings(training, Packing(**packing), n=n, pp=1, seed=0, cost=cost, documents="x")
-
-    stored = json.loads(json.dumps(asdict(replace(resolve(4), delay_price=0.5))))
-    kept = reconcile(stored, resolve(-1, replace(COST, token_cost=7.0)), {"n", "delay_price", "cost", "thresholds"})
-    assert (kept.n, kept.delay_price, kept.cost) == (4, 0.5, COST)
-    with pytest.raises(
-        ConfigError,
-        match=r"global_batch_size: the checkpoint was made with 4, configured is 8; packing cannot change on resume",
-    ):
-        reconcile(stored, resolve(8, delay_price=0.5), set())
-    with pytest.raises(ConfigError, match=r"max_tokens_in_flight: the checkpoint was made with \(0, 0\)"):
-        reconcile(stored, resolve(4, delay_price=0.5, max_tokens_in_flight=512), {"thresholds"})

@@ -17,6 +17,9 @@ from torchtitan_wlb.cost.model_shape import ModelShape
 BACKWARD_MATMUL, BACKWARD_ATTENTION = 2.0, 2.5  # FLOPs of backward / forward; attention recomputes its scores
 
 
+FROM_FILE = {"extra": "forbid", "strict": True, "allow_inf_nan": False}  # for pydantic, where a checkpoint is read
+
+
 @dataclass(frozen=True)
 class CostModel:
     """Seconds of a document through all layers on one rank.
@@ -35,6 +38,13 @@ class CostModel:
     rates: tuple[float, ...]
     fixed_cost: float = 0.0
     head_share: float = 0.0
+
+    __pydantic_config__ = FROM_FILE
+
+    def __post_init__(self):
+        least = min(self.pair_flops, self.token_cost, *self.knots, *self.rates)
+        if least <= 0 or min(self.fixed_cost, self.head_share) < 0 or len(self.knots) != len(self.rates):
+            raise ValueError("costs must be positive, with one rate for every knot")
 
     def attention(self, lengths: np.ndarray) -> np.ndarray:
         """Seconds of attention of whole documents, [n] for lengths [n]."""

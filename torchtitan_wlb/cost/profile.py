@@ -1,5 +1,6 @@
 """Costs measured by scripts/profile_costs.py: a file, read once, that gives the cost model and the kernel cost."""
 
+import hashlib
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,11 @@ class Profile(_Row):
     tp: PositiveInt
     attention: list[AttentionRow] = Field(min_length=1)
     linear: list[LinearRow] = Field(min_length=2)
+
+    @property
+    def content(self) -> str:
+        """Hash of what was measured."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:12]
 
     def cost_model(self, shape: ModelShape, *, cp: int) -> CostModel:
         """Attention rates at the measured document lengths (outside of them the nearest), a straight line for

@@ -4,11 +4,9 @@ Both are memory-mapped: opening costs milliseconds and no memory of the corpus' 
 ranks do not import the datasets library, and may happen from any thread.
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Sequence
-from functools import cached_property
 
 import numpy as np
 
@@ -30,7 +28,6 @@ class Documents:
 
     Attributes:
         sizes: documents of each source; ids of source i start at sum(sizes[:i]).
-        fingerprint: hash over all lengths; two runs with equal fingerprints pack alike.
     """
 
     def __init__(
@@ -57,14 +54,6 @@ class Documents:
 
     def __len__(self) -> int:
         return int(self._first[-1])
-
-    @cached_property
-    def fingerprint(self) -> str:
-        h = hashlib.sha256()
-        for table, weight in zip(self._tables, self.weights):
-            h.update(f"{table.shape} {weight}".encode())
-            h.update((table[END] - table[FIRST]).tobytes())
-        return h.hexdigest()[:16]
 
     def counts(self) -> list[dict]:
         """What was read and what the policies did, one dict a source: tokens_read = tokens (of documents) +

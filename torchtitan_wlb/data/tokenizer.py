@@ -36,7 +36,8 @@ class Tokenizer:
     Attributes:
         n_ids: number of ids in use, special ids included.
         padded_vocab_size: n_ids rounded up to a multiple of 128.
-        fingerprint: changes whenever the ids of a text could change.
+        identity: the name, or a hash of the rank file.
+        fingerprint: changes whenever the ids of a document could change.
 
     Raises:
         ConfigError: neither a known name nor a file.
@@ -45,12 +46,12 @@ class Tokenizer:
     def __init__(self, name: str, add_bos: bool = True, add_eos: bool = True):
         self.add_bos, self.add_eos = add_bos, add_eos
         self._encoding = None
-        identity = name
+        self.identity = name
         if name == "bytes":
             self.bos_id, self.eos_id, self.n_ids = 256, 257, 258
         elif Path(name).is_file():
             self._encoding = _from_rank_file(Path(name))
-            identity = hashlib.sha256(Path(name).read_bytes()).hexdigest()
+            self.identity = f"a file of hash {hashlib.sha256(Path(name).read_bytes()).hexdigest()[:16]}"
         else:
             self._encoding = _from_name(name)
         if self._encoding is not None:
@@ -59,7 +60,7 @@ class Tokenizer:
             self.bos_id = special.get("<|begin_of_text|>", self.eos_id)
             self.n_ids = self._encoding.n_vocab
         self.padded_vocab_size = -(-self.n_ids // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-        self.fingerprint = hashlib.sha256(f"{identity} {add_bos} {add_eos}".encode()).hexdigest()[:16]
+        self.fingerprint = hashlib.sha256(f"{self.identity} {add_bos} {add_eos}".encode()).hexdigest()[:16]
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without begin and end ids; text that spells a special token is ordinary text."""

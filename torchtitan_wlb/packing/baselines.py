@@ -70,6 +70,9 @@ class Fixed(Packer):
         self.window, self.assign = window, assign
         self.kept = [NONE]  # what did not fit, then the micro-batches of the steps to come
 
+    def _may_keep(self, arrays: int) -> bool:
+        return arrays % self.n == 1 % self.n and 1 <= arrays <= self.window * self.n + 1
+
     def pack(self, arrivals: Arrivals) -> Packed:
         carry, *planned = self.kept
         if not planned:

@@ -57,7 +57,7 @@ class DocumentOrder:
         seed: int,
         epochs: int = 0,
     ):
-        self.sizes, self.weights, self._lengths, self.seed, self.epochs = sizes, weights, lengths, seed, epochs
+        self.sizes, self.weights, self.lengths, self.seed, self.epochs = sizes, weights, lengths, seed, epochs
         self.restore({"cursor": [0] * len(sizes), "drawn_tokens": [0] * len(sizes)})
 
     def peek(self, tokens: int) -> tuple[np.ndarray, np.ndarray]:
@@ -102,13 +102,20 @@ class DocumentOrder:
             new = permute(np.arange(position, min(position + _BLOCK, n)), n, (self.seed, i, epoch)) + sum(
                 self.sizes[:i]
             )
-            ids, lengths = np.concatenate([ids, new]), np.concatenate([lengths, self._lengths(new)])
+            ids, lengths = np.concatenate([ids, new]), np.concatenate([lengths, self.lengths(new)])
         self._ahead[i] = (ids, lengths)
 
     def state(self) -> dict:
         return {"cursor": list(self.cursor), "drawn_tokens": list(self.drawn_tokens)}
 
     def restore(self, state: dict) -> None:
+        """Raises ValueError for what `state` cannot have returned."""
         self.cursor, self.drawn_tokens = list(state["cursor"]), list(state["drawn_tokens"])
+        if not len(self.cursor) == len(self.drawn_tokens) == len(self.sizes):
+            raise ValueError(f"{len(self.cursor)} sources, not {len(self.sizes)}")
+        if any(t < c or (c == 0 and t) for c, t in zip(self.cursor, self.drawn_tokens)):
+            raise ValueError(f"{self.drawn_tokens} tokens of {self.cursor} documents")
+        if self.epochs and any(c > n * self.epochs for c, n in zip(self.cursor, self.sizes)):
+            raise ValueError(f"{self.cursor} documents drawn of {self.sizes} in {self.epochs} epochs")
         nothing = np.zeros(0, dtype=np.int64)
         self._ahead = [(nothing, nothing)] * len(self.sizes)

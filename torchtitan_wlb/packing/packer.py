@@ -72,4 +72,10 @@ class Packer:
         return [spans.tolist() for spans in self.kept]
 
     def restore(self, state: list) -> None:
+        """Raises ValueError for what `state` cannot have returned."""
+        if not self._may_keep(len(state)):
+            raise ValueError(f"{len(state)} lists of documents, not {len(self.kept)}")
         self.kept = [as_spans(rows) for rows in state]
+
+    def _may_keep(self, arrays: int) -> bool:
+        return arrays == len(self.kept)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan_wlb.cost.cost_model import imbalance
+from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.packing.baselines import Fixed, Plain, PlainWhole
 from torchtitan_wlb.packing.document_order import DocumentOrder
 from torchtitan_wlb.packing.greedy import spread
@@ -148,10 +149,35 @@ class StepPlanner:
         )
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on after the step whose plan carried this state."""
-        self.step, self.given_up = state["step"], state.get("given_up", 0)
-        self.order.restore(state["order"])
-        self.packer.restore(state["packer"])
+        """Go on after the step whose plan carried this state.
+
+        Raises:
+            ConfigError: it is not a state of a planner on these documents.
+        """
+        self.step, self.given_up = state["step"], state["given_up"]
+        try:
+            self.order.restore(state["order"])
+            self.packer.restore(state["packer"])
+            self._check(self.packer.waiting())
+        except (ValueError, TypeError, OverflowError) as error:
+            raise ConfigError(
+                f"--checkpoint.load_step: what waits for training does not fit the documents ({error}); choose another "
+                "step"
+            ) from error
+
+    def _check(self, waiting: np.ndarray) -> None:
+        id, start, stop, arrival = waiting.T
+        if ((id < 0) | (id >= sum(self.order.sizes))).any():
+            raise ValueError("a document that does not exist")
+        if ((start < 0) | (stop <= start) | (stop > self.order.lengths(id))).any():
+            raise ValueError("tokens that a document does not have")
+        if ((arrival < 1) | (arrival > self.step)).any():
+            raise ValueError("a document from a step to come")
+        drawn = sum(self.order.drawn_tokens)
+        if int(lengths(waiting).sum()) > drawn:
+            raise ValueError("more tokens than were drawn")
+        if drawn > (self.step + self.settings.window) * self.settings.n * self.settings.seq_len + self.settings.seq_len:
+            raise ValueError("more tokens drawn than were due")
 
 
 def make_packer(s: PackingSettings) -> Packer:

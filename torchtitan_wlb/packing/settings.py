@@ -3,13 +3,10 @@ the layout."""
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
-from torchtitan_wlb.config import CostModel as CostModelConfig
 from torchtitan_wlb.config import Packing, Training
-from torchtitan_wlb.cost.cost_model import CostModel
-from torchtitan_wlb.errors import ConfigError
+from torchtitan_wlb.cost.cost_model import FROM_FILE, CostModel
 from torchtitan_wlb.packing.deadline import Deadline
 
 
@@ -23,7 +20,6 @@ class PackingSettings:
         thresholds: of wlb_paper. delay_price, max_delay: of wlb. window, solver_nodes: of fixed and fixed_solver.
         in_flight: (micro-batches, tokens) that so many together may hold; (0, 0) for no such limit.
         cost: workload model, frozen.
-        documents: fingerprint of all document lengths.
     """
 
     strategy: str
@@ -40,7 +36,13 @@ class PackingSettings:
     cost: CostModel
     seed: int
     epochs: int
-    documents: str
+
+    __pydantic_config__ = FROM_FILE
+
+    def __post_init__(self):
+        counts = (self.n, self.seq_len_multiple, self.s_max, self.max_delay, self.window, self.solver_nodes)
+        if min(*counts, self.seq_len - 1) <= 0:
+            raise ValueError("counts and lengths must be positive")
 
     @property
     def balances(self) -> bool:
@@ -87,22 +89,19 @@ _FLAGS = {
     "window": "packing.window",
     "solver_nodes": "packing.solver_nodes",
     "in_flight": "packing.max_tokens_in_flight",
-    "cost": "cost_model.device or cost_model.profile",
     "seed": "debug.seed",
     "epochs": "training.epochs",
-    "documents": "training.dataset (fingerprint of all document lengths)",
 }
 
 
 def resolve_settings(
-    training: Training, packing: Packing, *, n: int, pp: int, seed: int, cost: CostModel, documents: str
+    training: Training, packing: Packing, *, n: int, pp: int, seed: int, cost: CostModel
 ) -> PackingSettings:
     """Settings of a fresh run. What is "auto" stays open: thresholds () and delay_price 0, for tuning.tune.
 
     Args:
         n: micro-batches a step. pp: pipeline degree, as many micro-batches share packing.max_tokens_in_flight.
         cost: workload model to freeze.
-        documents: fingerprint of all document lengths.
     """
     multiple = training.length_multiple
     budget = packing.max_tokens_in_flight
@@ -121,41 +120,31 @@ def resolve_settings(
         cost=cost,
         seed=seed,
         epochs=training.epochs,
-        documents=documents,
     )
 
 
-def fields_left_open(training: Training, packing: Packing, cost_model: CostModelConfig) -> set[str]:
+def fields_left_open(training: Training, packing: Packing) -> set[str]:
     """Settings that a configuration leaves to be resolved; a resumed run takes them from its checkpoint."""
     left = {"n"} if training.global_batch_size == -1 else set()
+    left |= {"seq_len_multiple"} if training.seq_len_multiple == -1 else set()
     left |= {"thresholds"} if packing.outlier_thresholds == "auto" else set()
     left |= {"delay_price"} if packing.delay_price == "auto" else set()
-    left |= {"cost"} if cost_model.device == "auto" and not cost_model.profile else set()
     return left
 
 
-def reconcile(stored: dict[str, Any], configured: PackingSettings, left_open: set[str]) -> PackingSettings:
-    """Settings of a resumed run: the stored ones, if the configuration does not ask for others.
+def differences(kept: PackingSettings, configured: PackingSettings, left_open: set[str]) -> list[str]:
+    """What a resumed run asks for that its checkpoint was not made with, in config words. Costs are not compared: they
+    follow from a device, a profile and the layout of the first start.
 
     Args:
-        stored: settings of the checkpoint, as `asdict` gave them, through JSON.
-        configured: settings as a fresh run would resolve them.
-        left_open: fields that the configuration leaves to be resolved (such as n = -1); they are taken as stored.
-
-    Raises:
-        ConfigError: every field that was configured differently, with both values and the flag.
+        kept: of the checkpoint. configured: as a fresh run would resolve them.
+        left_open: fields that the configuration leaves to be resolved (such as n = -1).
     """
-    cost = stored["cost"] | {k: tuple(stored["cost"][k]) for k in ("knots", "rates")}
-    restored = {"cost": CostModel(**cost)} | {k: tuple(stored[k]) for k in ("thresholds", "in_flight")}
-    kept = PackingSettings(**(stored | restored))
-    # How many micro-batches share the budget follows the layout of the first start.
-    configured = replace(configured, in_flight=(kept.in_flight[0], configured.in_flight[1]))
-    differ = [
-        f"--{_FLAGS[f.name]}: the checkpoint was made with {getattr(kept, f.name)}, "
-        f"configured is {getattr(configured, f.name)}; packing cannot change on resume"
-        for f in fields(PackingSettings)
-        if f.name not in left_open and getattr(kept, f.name) != getattr(configured, f.name)
+    if kept.in_flight[1] == configured.in_flight[1]:  # how many share it follows the layout of the first start
+        configured = replace(configured, in_flight=kept.in_flight)
+    return [
+        f"--{flag}: the checkpoint was made with {getattr(kept, name)}, configured is {getattr(configured, name)}; "
+        "packing cannot change on resume"
+        for name, flag in _FLAGS.items()
+        if name not in left_open and getattr(kept, name) != getattr(configured, name)
     ]
-    if differ:
-        raise ConfigError(*differ)
-    return kept

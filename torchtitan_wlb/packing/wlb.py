@@ -134,8 +134,11 @@ class WLB(Packer):
         return [*super().state(), self.seen]
 
     def restore(self, state) -> None:
-        super().restore(state[:2])
-        self.seen = list(state[2])
+        *kept, (work, tokens) = state
+        if not (0 <= work < float("inf") and isinstance(tokens, int) and tokens >= 0):
+            raise ValueError(f"work {work} of {tokens} tokens")
+        super().restore(kept)
+        self.seen = [work, tokens]
 
 
 def _runs(size: int, n: int) -> np.ndarray:
