@@ -49,7 +49,7 @@ from torchtitan_wlb.parallelisms.parallelize_llama import build_stage
 from torchtitan_wlb.parallelisms.pipeline_llama import Pipeline, plan_pipeline
 from torchtitan_wlb.parallelisms.step_sums import gather_step, measured_imbalance
 from torchtitan_wlb.profiling import MicroBatchClock, maybe_enable_memory_snapshot, maybe_enable_profiling
-from torchtitan_wlb.run_state import PlannerState, RunState, check_identity, identity, read_run_state
+from torchtitan_wlb.run_state import check_identity, identity, rates, read_run_state
 
 
 def main(job_config: JobConfig) -> None:
@@ -100,6 +100,9 @@ def main(job_config: JobConfig) -> None:
     made_with = identity(job_config, tokenizer, profile)
     if run_state:
         check_identity(run_state, made_with, settings, job_config, exclude)
+        for flag, value in rates(job_config).items():
+            if run_state.rates.get(flag) != value:
+                logger.info(f"From now on --{flag} is {value}; it was {run_state.rates.get(flag)}")
     if run_state and keeps_packing:
         settings = run_state.settings
     if problems := list(batch_problems(settings.n, parallel_dims, parallelism.pipeline_parallel_schedule)):
@@ -124,6 +127,7 @@ def main(job_config: JobConfig) -> None:
     else:
         settings = tune(settings, job_config.packing.target_delay, partial(make_planner, documents))
     plans = StepPlans(documents, settings, planner_state)
+    about_run = {"settings": settings, "made_with": made_with, "rates": rates(job_config)}
 
     # Process groups and the device mesh; from here on all ranks must agree on what they are about to do.
     comm = job_config.comm
@@ -241,9 +245,11 @@ def main(job_config: JobConfig) -> None:
     # Collect garbage at the same step on all ranks, not whenever one of them happens to.
     gc.disable()
     first_step = step + 1
-    logger.info(
-        f"Training starts at step {first_step} of {training.steps}, {time.perf_counter() - began:.1f} s after start"
-    )
+    seconds = time.perf_counter() - began
+    if step < training.steps:
+        logger.info(f"Training starts at step {first_step} of {training.steps}, {seconds:.1f} s after start")
+    else:
+        logger.info(f"Nothing to train: the checkpoint is of step {step}, --training.steps is {training.steps}")
     metrics.start_window()
     skipped_steps = skipped_in_a_row = 0
     with (
@@ -318,11 +324,10 @@ def main(job_config: JobConfig) -> None:
                 )
 
             pause = time.perf_counter()
-            planner = PlannerState.model_validate(batch.state)
-            last_state = RunState(step=step, settings=settings, planner=planner, made_with=made_with)
+            last_state = batch.state
             if checkpoints and step % job_config.checkpoint.interval == 0:
                 metrics.check()
-                checkpoints.save(last_state)
+                checkpoints.save(about_run | {"step": step, "planner": last_state})
             if step % training.gc_freq == 0:
                 gc.collect(1)
             metrics.pause(time.perf_counter() - pause)
@@ -333,7 +338,7 @@ def main(job_config: JobConfig) -> None:
     metrics.close()
     if checkpoints:
         if step >= first_step and step % job_config.checkpoint.interval:
-            checkpoints.save(last_state)
+            checkpoints.save(about_run | {"step": step, "planner": last_state})
         checkpoints.finish()
     dist.barrier()
     dist.destroy_process_group()

@@ -6,6 +6,7 @@ them.
 <folder>/step-100/.metadata          written last: a checkpoint without it is not complete and is never loaded
 """
 
+import pickle
 import re
 import shutil
 import time
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -33,6 +35,18 @@ from torchtitan_wlb.optimizer import OptimizersContainer
 from torchtitan_wlb.run_state import FILE, RunState
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+_ASIDE = "set-aside-"
+_METADATA_TYPES = {
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata"),
+        *("ChunkStorageMetadata", "BytesStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    ),
+    "pathlib": ("PosixPath",),
+    "pathlib._local": ("PosixPath",),
+}
 
 
 def step_folders(folder: Path) -> dict[int, Path]:
@@ -64,14 +78,42 @@ def find_checkpoint(folder: Path, load_step: int = -1) -> Path | None:
 
 
 def set_aside_later(checkpoint: Path) -> None:
-    """Rename the checkpoints after the one that is resumed: their steps will be trained again, and the newest one must
-    not win next time."""
+    """Rename the complete checkpoints after the one that is resumed: their steps will be trained again, and the newest
+    one must not win next time."""
     resumed = int(checkpoint.name.removeprefix("step-"))
     for step, path in step_folders(checkpoint.parent).items():
-        if step > resumed:
-            aside = path.with_name(f"set-aside-{path.name}-{time.time_ns()}")
+        if step > resumed and is_complete(path):
+            aside = path.with_name(f"{_ASIDE}{path.name}-{time.time_ns()}")
             path.rename(aside)
             logger.warning(f"{path} comes after the resumed step {resumed}: renamed to {aside.name}")
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Makes the types of `.metadata` and nothing else, so that a file that is handed over cannot run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in _METADATA_TYPES.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+
+def check_metadata(checkpoint: Path) -> None:
+    """Read `.metadata` as torch will, without trusting it.
+
+    Raises:
+        ConfigError: it is damaged, or holds what no checkpoint holds.
+    """
+    try:
+        with (checkpoint / ".metadata").open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise TypeError(f"it holds a {type(metadata).__name__}")
+    except Exception as error:  # a pickle that is cut short or flipped ends in any of them
+        raise ConfigError(
+            f"--checkpoint.load_step: {checkpoint}/.metadata is damaged or not of a checkpoint "
+            f"({type(error).__name__}: {str(error)[:200]}); choose another step, or move the checkpoint away"
+        ) from None
 
 
 class CheckpointManager:
@@ -85,30 +127,33 @@ class CheckpointManager:
     """
 
     def __init__(self, folder: Path, optimizers: OptimizersContainer, keep_latest_k: int, asynchronous: bool):
-        self.folder, self.optimizers, self.keep, self.asynchronous = (
-            folder,
-            optimizers,
-            keep_latest_k,
-            asynchronous,
-        )
-        self._pending: Future | None = None
+        self.folder, self.optimizers = folder, optimizers
+        self.keep, self.asynchronous = keep_latest_k, asynchronous
+        self._pending: tuple[Future, Path] | None = None
         # The background thread's collectives must not mix with those of training.
         self._group = dist.new_group(backend="gloo") if asynchronous else None
-
-    def _state(self, exclude: Collection[str] = ()) -> dict[str, Any]:
-        state: dict[str, dict[str, Any]] = {k: {} for k in ("model", "optimizer") if k not in exclude}
-        for part, optimizer in self._parts():
-            state["model"] |= get_model_state_dict(part, options=_OPTIONS)
-            if "optimizer" in state:
-                state["optimizer"] |= get_optimizer_state_dict(part, optimizer, options=_OPTIONS)
-        return state
 
     def _parts(self):
         return zip(self.optimizers.model_parts, self.optimizers.optimizers)
 
-    def save(self, run_state: RunState) -> None:
-        """Save the checkpoint of run_state.step. A model with a weight that is not finite is not saved, and no earlier
-        checkpoint is deleted for it."""
+    def _tensors(self, exclude: Collection[str] = ()) -> dict[str, dict[str, Any]]:
+        """{"model" and "optimizer": {name: tensor or DTensor}}. Hyperparameters are no part of it: those configured
+        count."""
+        state: dict[str, dict[str, Any]] = {k: {} for k in ("model", "optimizer") if k not in exclude}
+        for part, optimizer in self._parts():
+            state["model"] |= get_model_state_dict(part, options=_OPTIONS)
+            if "optimizer" in state:
+                state["optimizer"] |= _only_tensors(get_optimizer_state_dict(part, optimizer, options=_OPTIONS))
+        return state
+
+    def save(self, fields: dict[str, Any]) -> None:
+        """Save a checkpoint. A model with a weight that is not finite is not saved, and no earlier checkpoint is
+        deleted for it.
+
+        Args:
+            fields: of the RunState, equal on all ranks.
+        """
+        run_state = RunState.model_validate(fields)
         self.finish()
         if not self._is_finite():
             logger.error(f"Not saved after step {run_state.step}: a weight is not finite")
@@ -120,13 +165,34 @@ class CheckpointManager:
             (path / FILE).write_text(run_state.model_dump_json())
         dist.barrier()
         if self.asynchronous:
-            self._pending = cast(
-                Future, dcp.async_save(self._state(), checkpoint_id=str(path), process_group=self._group)
-            )
+            future = dcp.async_save(self._tensors(), checkpoint_id=str(path), process_group=self._group)
+            self._pending = cast(Future, future), path
+            logger.info(f"Saving {path} in the background")
         else:
-            dcp.save(self._state(), checkpoint_id=str(path))
-        logger.info(f"Saved {'(in the background) ' if self.asynchronous else ''}{path}")
-        self._delete_old()
+            dcp.save(self._tensors(), checkpoint_id=str(path))
+            self._saved(path)
+
+    def finish(self) -> None:
+        """Wait for a checkpoint that is being written; raises what went wrong with it."""
+        if self._pending is not None:
+            (future, path), self._pending = self._pending, None
+            future.result()
+            self._saved(path)
+
+    def _saved(self, path: Path) -> None:
+        """Log it, and delete what it replaces: complete checkpoints and those set aside beyond keep_latest_k each, and
+        what earlier starts have left incomplete."""
+        logger.info(f"Saved {path}")
+        if dist.get_rank() != 0:
+            return
+        folders = step_folders(self.folder).values()
+        old = [p for p in folders if not is_complete(p)]
+        if self.keep:
+            aside = sorted(self.folder.glob(f"{_ASIDE}*"), key=lambda p: int(p.name.rpartition("-")[2]))
+            old += [p for p in folders if is_complete(p)][: -self.keep] + aside[: -self.keep]
+        for p in old:
+            (p / ".metadata").unlink(missing_ok=True)  # first, so that a half-deleted checkpoint never looks complete
+            shutil.rmtree(p)
 
     def _is_finite(self) -> bool:
         """Whether all weights on all ranks are finite."""
@@ -136,22 +202,10 @@ class CheckpointManager:
         dist.all_reduce(bad)
         return not bad.item()
 
-    def finish(self) -> None:
-        """Wait for a checkpoint that is being written; raises what went wrong with it."""
-        if self._pending is not None:
-            self._pending.result()
-            self._pending = None
-
-    def _delete_old(self) -> None:
-        if self.keep and dist.get_rank() == 0:
-            complete = [path for path in step_folders(self.folder).values() if is_complete(path)]
-            for path in complete[: -self.keep]:
-                (path / ".metadata").unlink()  # first, so that a half-deleted checkpoint never looks complete
-                shutil.rmtree(path)
-
     def load(self, checkpoint: Path, exclude: Collection[str] = ()) -> None:
         """Load parameters and (unless "optimizer" is in exclude) optimizer state, whatever layout saved them."""
-        state = self._state(exclude)
+        check_metadata(checkpoint)
+        state = self._tensors(exclude)
         try:
             dcp.load(state, checkpoint_id=str(checkpoint))
         except (Exception, CheckpointException) as error:  # the latter is no Exception
@@ -159,23 +213,17 @@ class CheckpointManager:
             cause = next(iter(failures.values()))[0] if failures else error
             raise ConfigError(
                 f"--checkpoint.load_step: {checkpoint} cannot be loaded ({type(cause).__name__}: {str(cause)[:300]}); "
-                "remove it, or choose another step"
+                "choose another step, or move the checkpoint away"
             ) from None
         for part, optimizer in self._parts():
             names = set(get_model_state_dict(part, options=_OPTIONS))
             set_model_state_dict(part, {k: v for k, v in state["model"].items() if k in names}, options=_OPTIONS)
             if "optimizer" in state:
-                configured = [{k: v for k, v in g.items() if k not in ("params", "lr")} for g in optimizer.param_groups]
-                set_optimizer_state_dict(part, optimizer, state["optimizer"], options=_OPTIONS)
-                _keep_configured(optimizer, configured)
+                own = get_optimizer_state_dict(part, optimizer, options=_OPTIONS)
+                loaded = own | {k: state["optimizer"][k] for k in _only_tensors(own)}
+                set_optimizer_state_dict(part, optimizer, loaded, options=_OPTIONS)
         logger.info(f"Loaded {checkpoint}")
 
 
-def _keep_configured(optimizer: torch.optim.Optimizer, configured: list[dict[str, Any]]) -> None:
-    """Of hyperparameters the configured values count, not those of the checkpoint; every change is logged."""
-    changes = set()
-    for group, wanted in zip(optimizer.param_groups, configured):
-        changes |= {f"{k} {group[k]} -> {v}" for k, v in wanted.items() if group[k] != v}
-        group.update(wanted)
-    for change in sorted(changes):
-        logger.info(f"Optimizer: as configured, not as in the checkpoint: {change}")
+def _only_tensors(state: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}

@@ -45,6 +45,7 @@ class RunState(_Typed):
         format: of this file.
         step: trained last. settings: what decides packing, resolved. planner: how far the documents are.
         made_with: {flag: value as configured} of what else decides what is trained (see `identity`).
+        rates: {flag: value as configured} of the optimizer and the schedule; on resume the configured ones count.
     """
 
     format: Literal[2] = 2
@@ -52,6 +53,7 @@ class RunState(_Typed):
     settings: PackingSettings
     planner: PlannerState
     made_with: dict[str, str]
+    rates: dict[str, str]
 
 
 def read_run_state(checkpoint: Path) -> RunState:
@@ -97,6 +99,12 @@ def identity(config: JobConfig, tokenizer: Tokenizer, profile: Profile | None) -
         "cost_model.device": config.cost_model.device,
         "cost_model.profile": profile.content if profile else "",
     }
+
+
+def rates(config: JobConfig) -> dict[str, str]:
+    """{flag: value} of the optimizer and its schedule."""
+    sections = {"optimizer": config.optimizer, "lr_scheduler": config.lr_scheduler}
+    return {f"{name}.{k}": str(v) for name, section in sections.items() for k, v in section.model_dump().items()}
 
 
 def check_identity(

@@ -358,7 +358,7 @@ def test_configured_hyperparameters_win_on_resume(corpus, straight, tmp_path):
     (folder / "checkpoint/step-5-best").mkdir()  # not ours
     flags = ["--optimizer.weight_decay", "0.3", "--optimizer.beta2", "0.9", "--checkpoint.keep_latest_k", "1"]
     out = train([*corpus, *layout(dp=2), "--job.dump_folder", str(folder), *flags])
-    assert "as configured, not as in the checkpoint: weight_decay 0.1 -> 0.3" in out
-    assert "as configured, not as in the checkpoint: betas (0.9, 0.95) -> (0.9, 0.9)" in out
+    assert "From now on --optimizer.weight_decay is 0.3; it was 0.1" in out
+    assert "From now on --optimizer.beta2 is 0.9; it was 0.95" in out
     assert series(folder, "loss")[5] == series(straight, "loss")[5] != series(folder, "loss")[6]
     assert sorted(p.name for p in (folder / "checkpoint").iterdir()) == ["step-10", "step-5-best"]

@@ -36,7 +36,9 @@ def made(c: JobConfig, steps=5) -> RunState:
     settings = replace(resolve(c), delay_price=0.2, thresholds=(40, 70))
     plan = list(itertools.islice(planner(settings), steps))[-1]
     made_with = identity(c, Tokenizer("bytes"), None)
-    return RunState(step=steps, settings=settings, planner=PlannerState.model_validate(plan.state), made_with=made_with)
+    return RunState(
+        step=steps, settings=settings, planner=PlannerState.model_validate(plan.state), made_with=made_with, rates={}
+    )
 
 
 def refused(kept: RunState, c: JobConfig, exclude=(), cost=COST, pp=1, **also) -> list[str]:
