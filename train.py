@@ -27,7 +27,7 @@ from torchtitan_wlb.cost.step_time import stages_of
 from torchtitan_wlb.data.dataloader import StepPlans, build_dataloader, make_planner
 from torchtitan_wlb.data.documents import Documents, load_documents
 from torchtitan_wlb.data.step_builder import Layout, StepBuilder
-from torchtitan_wlb.data.tokenizer import Tokenizer
+from torchtitan_wlb.data.tokenizer import build_tokenizer
 from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.folders import prove_writable, set_aside, take
 from torchtitan_wlb.logger import init_logger, logger
@@ -86,7 +86,7 @@ def main(job_config: JobConfig) -> None:
     device = select_device()
     device_name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     kind = find_device(job_config.cost_model.device, device_name)
-    tokenizer = Tokenizer(job_config.model.tokenizer, job_config.model.add_bos, job_config.model.add_eos)
+    tokenizer = build_tokenizer(job_config.model)
     model_args = replace(llama_configs[job_config.model.flavor], vocab_size=tokenizer.padded_vocab_size)
     profile = read_profile(job_config.cost_model.profile, model_args, tp=parallel_dims.tp)
     settings = resolve_settings(
@@ -109,15 +109,13 @@ def main(job_config: JobConfig) -> None:
         raise ConfigError(*problems)
 
     # Documents. The first process of a machine tokenises what is not in the cache, the others wait at a file lock.
-    documents = load_documents(training, tokenizer, training.dataset, training.dataset_path, training.dataset_weight)
+    documents = load_documents(training, tokenizer)
     for name, counts in zip(training.dataset, documents.counts()):
         shown = ", ".join(f"{k} {v:,}" for k, v in counts.items())
         logger.info(f"Documents of {name}: {shown} (long ones: {training.long_documents})")
     held_out = None
     if (validation := job_config.validation).enable:
-        held_out = load_documents(
-            training, tokenizer, validation.dataset, validation.dataset_path, section="validation"
-        )
+        held_out = load_documents(training, tokenizer, validation)
 
     made_with["training.dataset_path"] = f"content {documents.content}"
     planner_state = None

@@ -80,7 +80,7 @@ def load_synthetic(config: JobConfig, window: int) -> Documents:
     """Documents of the paper's length shape scaled to a window, tokens random; the configuration is set to them."""
     t = config.training
     t.dataset, t.dataset_path, t.seq_len = ("synthetic",), (f"wlb_128k:100000:{window / 131072}",), window
-    return load_documents(t, Tokenizer("bytes"), t.dataset, t.dataset_path)
+    return load_documents(t, Tokenizer("bytes"))
 
 
 class Scheduled(NamedTuple):

@@ -9,7 +9,6 @@ plain's is drawn beside. DUMP_FOLDER is job.dump_folder if it is not given.
 """
 
 import argparse
-import json
 import sys
 from dataclasses import replace
 from itertools import islice
@@ -20,7 +19,7 @@ from torchtitan_wlb.config import JobConfig
 from torchtitan_wlb.config_manager import exit_on_config_error, load_config
 from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.logger import init_logger
-from torchtitan_wlb.metrics import complete_lines
+from torchtitan_wlb.metrics import read_records
 
 MOST_STEPS = 300  # planned again at most
 PANELS = (("loss", "validation_loss"), ("imbalance_micro_batch", "imbalance_cp"), ("delay_mean_steps",))
@@ -29,13 +28,13 @@ Line = tuple[list[int], list[float]]  # steps, values
 
 
 def read_metrics(folder: Path) -> list[dict]:
-    """The records of a run, one a logged step; a last line that a crash cut short is left out.
+    """The records of a run, one a logged step.
 
     Raises:
         ConfigError: there are none.
     """
     path = folder / "metrics.jsonl"
-    records = [json.loads(line) for line in complete_lines(path)]
+    records = read_records(path)
     if not records:
         raise ConfigError(f"{path}: no step has been logged there")
     return records
@@ -43,7 +42,7 @@ def read_metrics(folder: Path) -> list[dict]:
 
 def line_of(records: list[dict], key: str) -> Line:
     """The values of a key where it is logged."""
-    found = [(r["step"], r[key]) for r in records if r.get(key) is not None]
+    found = [(r["step"], r[key]) for r in records if isinstance(r.get(key), (int, float))]
     return [step for step, _ in found], [value for _, value in found]
 
 

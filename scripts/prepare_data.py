@@ -13,7 +13,7 @@ import numpy as np
 from torchtitan_wlb.config_checks import source_problems
 from torchtitan_wlb.config_manager import exit_on_config_error, load_config
 from torchtitan_wlb.data.documents import load_documents
-from torchtitan_wlb.data.tokenizer import Tokenizer
+from torchtitan_wlb.data.tokenizer import build_tokenizer
 from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.logger import init_logger
 
@@ -24,8 +24,8 @@ def main(argv: list[str]) -> None:
     if problems := list(source_problems("training", t.dataset, t.dataset_path, t.dataset_weight)):
         raise ConfigError(*problems)
     began = time.perf_counter()
-    tokenizer = Tokenizer(config.model.tokenizer, config.model.add_bos, config.model.add_eos)
-    documents = load_documents(t, tokenizer, t.dataset, t.dataset_path, t.dataset_weight)
+    tokenizer = build_tokenizer(config.model)
+    documents = load_documents(t, tokenizer)
     for name, counts in zip(t.dataset, documents.counts()):
         print(f"{name}: " + ", ".join(f"{k} {v:,}" for k, v in counts.items()))
     lengths = documents.lengths(np.arange(len(documents)))

@@ -17,7 +17,7 @@ from torchtitan_wlb.cost.step_time import StepModel
 from torchtitan_wlb.data.dataloader import make_planner
 from torchtitan_wlb.data.documents import Documents, load_documents
 from torchtitan_wlb.data.prepare import apply_length_policy
-from torchtitan_wlb.data.tokenizer import Tokenizer
+from torchtitan_wlb.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.models.llama import ModelArgs, llama_configs
 from torchtitan_wlb.packing.planner import StepPlanner
@@ -55,8 +55,7 @@ class Recipe:
 
     def own_documents(self) -> Documents:
         """The documents of the recipe, from the cache or prepared now."""
-        t = self.config.training
-        return load_documents(t, self.tokenizer, t.dataset, t.dataset_path, t.dataset_weight)
+        return load_documents(self.config.training, self.tokenizer)
 
     def own_planner(self) -> MakePlanner:
         """Planner on the documents of the recipe for given settings."""
@@ -96,7 +95,7 @@ def resolve_recipe(config: JobConfig, *, ranks: int = 0, seed: int | None = None
     least = p.data_parallel_replicate_degree * max(1, p.data_parallel_shard_degree) * p.context_parallel_degree
     least *= p.tensor_parallel_degree * p.pipeline_parallel_degree
     dims = validate(config, ranks or least)
-    tokenizer = Tokenizer(config.model.tokenizer, config.model.add_bos, config.model.add_eos)
+    tokenizer = build_tokenizer(config.model)
     args = replace(llama_configs[config.model.flavor], vocab_size=tokenizer.padded_vocab_size)
     device = find_device(config.cost_model.device, torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
     profile = read_profile(config.cost_model.profile, args, tp=dims.tp)

@@ -59,6 +59,8 @@ class Model(Section):
     tokenizer: str = "bytes"
     """`bytes` (every UTF-8 byte is a token), a tiktoken encoding name, or the path of a tiktoken rank file such as
     Llama-3's tokenizer.model."""
+    tokenizer_pattern: str = ""
+    """Expression that cuts text into words before the merges of a rank file; empty: Llama-3's, for its rank file."""
     attention: Literal["auto", "sdpa", "varlen", "flash"] = "auto"
     """Attention kernel: sdpa (any device), varlen (ATen flash attention, CUDA), flash (the flash-attn package,
     CUDA)."""
@@ -305,6 +307,10 @@ class Validation(Section):
     """Source(s) of the validation documents."""
     dataset_path: Several[str] = ()
     """Their paths."""
+    dataset_column: str = "text"
+    """As training.dataset_column."""
+    loss_mask_column: str = ""
+    """As training.loss_mask_column."""
     freq: Count = 100
     """Steps between evaluations."""
     steps: Count = 10

@@ -28,12 +28,19 @@ def _shown(value: float | None, width: int, digits: int) -> str:
     return f"{'-':>{width}}" if value is None else f"{value:{width}.{digits}f}"
 
 
-def complete_lines(path: Path) -> list[str]:
-    """Lines of a JSON-lines file; a last line that a crash cut short is left out."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    if lines and not lines[-1].endswith("}"):
-        lines.pop()
-    return lines
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Records of a metrics.jsonl; lines that are none (such as a last one that a crash cut short) are left out and
+    named."""
+    records = []
+    for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], 1):
+        try:
+            record = json.loads(line, parse_constant=lambda _: None)  # JSON has no NaN
+            if type(record["step"]) is not int:
+                raise TypeError
+            records.append(record)
+        except (ValueError, TypeError, KeyError, RecursionError):
+            logger.warning(f"Line {number} of {path} is no record of a step and is left out")
+    return records
 
 
 class MetricLogger:
@@ -66,8 +73,8 @@ class MetricLogger:
         self._file = self._tensorboard = self._wandb = None
         if self.writes:
             path = dump_folder / "metrics.jsonl"
-            kept = [line for line in complete_lines(path) if json.loads(line)["step"] <= resumed_step]
-            path.write_text("".join(line + "\n" for line in kept))
+            kept = [record for record in read_records(path) if record["step"] <= resumed_step]
+            path.write_text("".join(json.dumps(record) + "\n" for record in kept))
             self._file = path.open("a")
             if metrics.enable_tensorboard:
                 from torch.utils.tensorboard import SummaryWriter

@@ -14,7 +14,7 @@ from torchtitan_wlb.data.documents import Documents
 from torchtitan_wlb.data.prepare import SourceSpec, apply_length_policy
 from torchtitan_wlb.data.sources import read_functions, synthetic_lengths
 from torchtitan_wlb.data.step_builder import Layout, StepBuilder
-from torchtitan_wlb.data.tokenizer import Tokenizer
+from torchtitan_wlb.data.tokenizer import _LLAMA3_PATTERN, Tokenizer
 from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.loss import IGNORE_INDEX
 from torchtitan_wlb.packing.document_order import DocumentOrder, permute
@@ -237,7 +237,7 @@ def test_tokenizers(tmp_path):
     ranks = {bytes([i]): i for i in range(256)} | {b"he": 256, b"ll": 257, b"hell": 258}
     path = tmp_path / "tokenizer.model"
     path.write_text("".join(f"{base64.b64encode(b).decode()} {i}\n" for b, i in ranks.items()))
-    t = Tokenizer(str(path), add_bos=True, add_eos=False)
+    t = Tokenizer(str(path), add_bos=True, add_eos=False, pattern=_LLAMA3_PATTERN)
     assert t.encode_documents(["hello <|end_of_text|>"])[0][:3] == [259, 258, ord("o")]
     assert t.decode(t.encode("hello wörld")) == "hello wörld"
     assert (t.bos_id, t.eos_id, t.n_ids, t.padded_vocab_size) == (259, 260, 515, 640)

@@ -4,16 +4,17 @@ Both are memory-mapped: opening costs milliseconds and no memory of the corpus' 
 ranks do not import the datasets library, and may happen from any thread.
 """
 
-import json
 import os
-from collections.abc import Sequence
+import re
+from pathlib import Path
 
 import numpy as np
 
-from torchtitan_wlb.config import Training
+from torchtitan_wlb.config import Training, Validation
 from torchtitan_wlb.data.prepare import START as FIRST
 from torchtitan_wlb.data.prepare import STOP as END
-from torchtitan_wlb.data.prepare import SourceSpec, open_store, prepare
+from torchtitan_wlb.data.prepare import SourceSpec, TableAbout, open_store, prepare
+from torchtitan_wlb.data.token_store import TokenStore
 from torchtitan_wlb.data.tokenizer import Tokenizer
 from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.packing.spans import ID, START, STOP
@@ -39,10 +40,9 @@ class Documents:
         num_proc: int = 1,
     ):
         self._specs, self.weights = specs, weights
-        self._paths = [prepare(spec, tokenizer, cache, num_proc) for spec in specs]
-        self._tables = [np.load(table, mmap_mode="r") for _, table in self._paths]
-        self._stores = [open_store(spec, folder) for spec, (folder, _) in zip(self._specs, self._paths)]
-        self._about = [json.loads(table.with_suffix(".json").read_text()) for _, table in self._paths]
+        paths = [prepare(spec, tokenizer, cache, num_proc) for spec in specs]
+        opened = [_open(spec, folder, table) for spec, (folder, table) in zip(specs, paths)]
+        self._stores, self._tables, self._about = zip(*opened)
         self.sizes = [t.shape[1] for t in self._tables]
         self._first = np.cumsum([0, *self.sizes])
         for spec, counts in zip(specs, self.counts()):
@@ -58,12 +58,12 @@ class Documents:
     def counts(self) -> list[dict]:
         """What was read and what the policies did, one dict a source: tokens_read = tokens (of documents) +
         dropped_tokens + no_target_tokens."""
-        return [about["counts"] for about in self._about]
+        return [about.counts for about in self._about]
 
     @property
     def content(self) -> str:
         """Hash of all tokens and masks of the sources, in order."""
-        return " ".join(about["content"] for about in self._about)
+        return " ".join(about.content for about in self._about)
 
     def lengths(self, ids: np.ndarray) -> np.ndarray:
         """Tokens of documents, [n] int64 for ids [n]."""
@@ -116,26 +116,39 @@ class Documents:
         return total
 
 
-def load_documents(
-    t: Training,
-    tokenizer: Tokenizer,
-    names: Sequence[str],
-    paths: Sequence[str] = (),
-    weights: Sequence[float] = (),
-    section: str = "training",
-) -> Documents:
-    """Prepare (or find in the cache) and map the documents of some sources.
+def _open(spec: SourceSpec, folder: Path, table: Path) -> tuple[TokenStore, np.ndarray, TableAbout]:
+    """Map what the cache has of a source, if it is what was put there."""
+    try:
+        about = TableAbout.model_validate_json(table.with_suffix(".json").read_bytes())
+        documents = np.load(table, mmap_mode="r", allow_pickle=False)
+        if documents.dtype != np.int32 or documents.shape != (5, about.counts["documents"]):
+            raise ValueError(f"{table.name} is {documents.dtype} {documents.shape}")
+        store = open_store(spec, folder)
+        if len(store.row_lengths) != about.counts["rows"]:
+            raise ValueError(f"{len(store.row_lengths)} rows of {about.counts['rows']}")
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever numpy, pyarrow and pydantic say of a file that was cut or changed
+        reason = str(error).splitlines()[0][:200]
+        raise ConfigError(f"--training.dataset_cache: {folder} is damaged ({reason}); delete it") from error
+    return store, documents, about
+
+
+def load_documents(t: Training, tokenizer: Tokenizer, held_out: Validation | None = None) -> Documents:
+    """Prepare (or find in the cache) and map the documents to train on, or those held out.
 
     Args:
-        t: column names, context window, policy and cache.
-        names, paths, weights: one of each a source; no paths for sources without, no weights for equal shares.
-        section: of the configuration, for messages.
+        t: context window, policy and cache of both.
     """
+    of = held_out or t
     specs = [
-        SourceSpec(name, path, t.dataset_column, t.loss_mask_column, t.seq_len, t.long_documents)
-        for name, path in zip(names, paths or [""] * len(names))
+        SourceSpec(name, path, of.dataset_column, of.loss_mask_column, t.seq_len, t.long_documents)
+        for name, path in zip(of.dataset, of.dataset_path or [""] * len(of.dataset))
     ]
+    weights = [1.0] * len(specs) if held_out else list(t.dataset_weight or [1.0] * len(specs))
     try:
-        return Documents(specs, list(weights or [1.0] * len(names)), tokenizer, t.dataset_cache, os.cpu_count() or 1)
+        return Documents(specs, weights, tokenizer, t.dataset_cache, os.cpu_count() or 1)
     except ConfigError as error:
-        raise ConfigError(*(p.replace("--training.dataset", f"--{section}.dataset") for p in error.problems)) from error
+        section = "validation" if held_out else "training"
+        flag = r"--training\.(?=(dataset|dataset_path|dataset_column|loss_mask_column)\b)"
+        raise ConfigError(*(re.sub(flag, f"--{section}.", p) for p in error.problems)) from error

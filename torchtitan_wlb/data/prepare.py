@@ -5,20 +5,23 @@
 2. The policy for long documents is applied to the lengths: a table of documents (row, start, stop, targets).
 """
 
+import gzip
 import hashlib
+import importlib.util
 import inspect
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 from filelock import FileLock
+from pydantic import BaseModel
 
-from torchtitan_wlb.data.sources import SOURCES, source_identity, synthetic_lengths
-from torchtitan_wlb.data.token_store import ArrowTokens, FlatTokens, SyntheticTokens
+from torchtitan_wlb.data.sources import JSON, SOURCES, source_identity, synthetic_lengths
+from torchtitan_wlb.data.token_store import ArrowTokens, FlatTokens, SyntheticTokens, TokenStore
 from torchtitan_wlb.data.tokenizer import Tokenizer
 from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.logger import logger
@@ -39,6 +42,13 @@ class SourceSpec:
     loss_mask_column: str
     seq_len: int
     long_documents: str
+
+
+class TableAbout(BaseModel):
+    """The JSON twin of a document table: what was read, what the length policy did, and a hash of all tokens."""
+
+    counts: dict[str, int]
+    content: str
 
 
 def prepare(spec: SourceSpec, tokenizer: Tokenizer, cache: str, num_proc: int = 1) -> tuple[Path, Path]:
@@ -69,10 +79,9 @@ def prepare(spec: SourceSpec, tokenizer: Tokenizer, cache: str, num_proc: int = 
             except ConfigError:
                 raise
             except Exception as error:  # whatever a reader says of a file that is not what it should be
-                cause = error.__cause__ or error
                 raise ConfigError(
                     f"--training.dataset {spec.name}, --training.dataset_path {spec.path or '(none)'} cannot be read: "
-                    f"{type(cause).__name__}: {str(cause)[:500]}"
+                    f"{_fault(spec) or _reason(error)}"
                 ) from error
     return folder, table
 
@@ -88,13 +97,19 @@ def _prepare_tokens(spec: SourceSpec, tokenizer: Tokenizer, folder: Path, num_pr
     shutil.rmtree(part, ignore_errors=True)
     raw = _raw_dataset(spec, part, num_proc)
     wanted = [c for c in (spec.column, spec.loss_mask_column) if c]
-    missing = [c for c in wanted if c not in raw.column_names]
-    if missing:
-        raise ConfigError(
-            f"--training.dataset_column / loss_mask_column {', '.join(missing)}: not in {spec.name} {spec.path}, "
-            f"which has {', '.join(raw.column_names)}"
-        )
+    for flag, column in (("dataset_column", spec.column), ("loss_mask_column", spec.loss_mask_column)):
+        if column and column not in raw.column_names:
+            raise ConfigError(
+                f"--training.{flag} {column}: not in {spec.name} {spec.path}, which has {', '.join(raw.column_names)}"
+            )
     from datasets import Features, List, Value
+
+    for column in wanted:
+        is_text = SOURCES[spec.name].kind == "text"
+        held, wants = raw.features[column], "text" if is_text else "lists of integers"
+        kind = getattr(held if is_text else getattr(held, "feature", None), "dtype", "")
+        if not kind.startswith(("string", "large_string", "null") if is_text else ("int", "uint", "bool")):
+            raise ConfigError(f"--training.dataset_column {column}: {spec.path} holds {held} there, not {wants}")
 
     features = {"input_ids": List(Value("int32"))} | (
         {"loss_mask": List(Value("int8"))} if spec.loss_mask_column else {}
@@ -103,6 +118,7 @@ def _prepare_tokens(spec: SourceSpec, tokenizer: Tokenizer, folder: Path, num_pr
     encoded = raw.map(
         encode,
         batched=True,
+        with_indices=True,
         num_proc=num_proc if num_proc > 1 else None,
         remove_columns=raw.column_names,
         features=Features(features),
@@ -132,7 +148,7 @@ def _raw_dataset(spec: SourceSpec, scratch: Path, num_proc: int):
     if spec.name == "hf":
         return datasets.load_dataset(spec.path, split="train")
     shards = source.shards(spec.path)
-    format = "json" if shards[0].endswith((".json", ".jsonl", ".gz")) else "parquet"
+    format = "json" if shards[0].endswith(JSON) else "parquet"
     return datasets.load_dataset(format, data_files=shards, split="train", cache_dir=str(scratch))
 
 
@@ -141,18 +157,53 @@ def _text_rows(shards, read, column):
         yield {column: text}
 
 
-def _encode_batch(batch, tokenizer: Tokenizer | None, spec: SourceSpec):
+def _encode_batch(batch, indices: list[int], tokenizer: Tokenizer | None, spec: SourceSpec):
     rows = batch[spec.column]
     out = {"input_ids": tokenizer.encode_documents([r or "" for r in rows]) if tokenizer else [r or [] for r in rows]}
+    for i, ids in zip(indices, out["input_ids"]):
+        if None in ids or max(ids, default=0) >= 2**31 or min(ids, default=0) < -(2**31):
+            raise ValueError(f"row {i} has an id that is null or too large")
     if spec.loss_mask_column:
         out["loss_mask"] = [[int(m != 0) for m in row or []] for row in batch[spec.loss_mask_column]]
-        for ids, mask in zip(out["input_ids"], out["loss_mask"]):
+        for i, ids, mask in zip(indices, out["input_ids"], out["loss_mask"]):
             if len(ids) != len(mask):
-                raise ValueError(f"a row has {len(ids)} ids and {len(mask)} entries in {spec.loss_mask_column}")
+                raise ValueError(f"row {i} has {len(ids)} ids and {len(mask)} entries in {spec.loss_mask_column}")
     return out
 
 
-def open_store(spec: SourceSpec, folder: Path):
+def _reason(error: BaseException) -> str:
+    """What went wrong, without the traceback that another process sends along."""
+    cause = error.__cause__ if type(error.__cause__).__name__ not in ("RemoteTraceback", "NoneType") else error
+    text = str(cause).strip().splitlines() or ["no reason given"]
+    return f"{type(cause).__name__}: {text[0][:300]}"
+
+
+def _fault(spec: SourceSpec) -> str:
+    """File, line and reason of the first thing in a source's files that cannot be parsed, "" if all can."""
+    import pyarrow.parquet
+
+    for path in SOURCES[spec.name].shards(spec.path):
+        try:
+            if path.endswith(".zst") and importlib.util.find_spec("zstandard") is None:
+                return f"{path}: pip install zstandard to read it"
+            if path.endswith((".jsonl", ".jsonl.gz")):
+                with (gzip.open if path.endswith(".gz") else open)(path, "rb") as lines:
+                    for number, line in enumerate(lines, 1):
+                        try:
+                            if not isinstance(json.loads(line), dict):
+                                raise ValueError("not an object")
+                        except ValueError as error:
+                            return f"{path}, line {number}: {error}"
+            elif path.endswith(".parquet"):
+                pyarrow.parquet.read_schema(path)
+            elif path.endswith(".json"):
+                json.loads(Path(path).read_bytes())
+        except (OSError, EOFError, ValueError, pyarrow.ArrowException) as error:
+            return f"{path}: {str(error).splitlines()[0][:300]}"
+    return ""
+
+
+def open_store(spec: SourceSpec, folder: Path) -> TokenStore:
     if SOURCES[spec.name].kind == "lengths":
         return SyntheticTokens(synthetic_lengths(spec.path))
     if spec.name == "tokens" and spec.path.endswith(".bin"):
@@ -178,7 +229,7 @@ def _prepare_table(spec: SourceSpec, folder: Path, table: Path) -> None:
         counts |= dict(zip(("smallest_id", "largest_id"), store.id_range()))
     if not len(rows):
         raise ConfigError(f"--training.dataset {spec.name} {spec.path}: no document with a target is left ({counts})")
-    table.with_suffix(".json").write_text(json.dumps(asdict(spec) | {"counts": counts, "content": store.content()}))
+    table.with_suffix(".json").write_text(TableAbout(counts=counts, content=store.content()).model_dump_json())
     part = table.with_suffix(".part.npy")
     np.save(part, np.ascontiguousarray(rows.T))
     part.rename(table)

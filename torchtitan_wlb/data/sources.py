@@ -7,15 +7,17 @@ turns all of them into one memory-mapped form.
 
 import ast
 import glob
-import json
+import os
 import sys
 import sysconfig
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from torchtitan_wlb.errors import ConfigError
 
@@ -25,28 +27,44 @@ class Source:
     """A named kind of source.
 
     kind: "text" (rows of text), "tokens" (rows of ids, or a flat file) or "lengths" (synthetic).
-    shards: files of a path, sorted; [] for sources that are not files.
+    suffixes: of the files of a folder that are read, "" for all; None for sources that are not files.
     read: generator of texts over shards; None where the datasets library reads the format.
     """
 
     kind: str
     needs_path: bool
-    shards: Callable[[str], list[str]]
+    suffixes: tuple[str, ...] | None = None
     read: Callable[[list[str]], Iterator[str]] | None = None
 
+    def shards(self, path: str) -> list[str]:
+        """The files of a path, sorted; [] for sources that are not files."""
+        if not self.needs_path:
+            return _stdlib_shards()
+        return [] if self.suffixes is None else find_files(path, self.suffixes)
 
-def _stdlib_shards(_: str) -> list[str]:
+
+def _stdlib_shards() -> list[str]:
     root = Path(sysconfig.get_paths()["stdlib"])
     skip = {"site-packages", "dist-packages", "__pycache__"}
     return [str(p) for p in sorted(root.rglob("*.py")) if not skip & set(p.relative_to(root).parts)]
 
 
-def _file_shards(path: str) -> list[str]:
-    """Files of a folder (recursive), a glob, or one file."""
-    if Path(path).is_dir():
-        found = [str(p) for p in Path(path).rglob("*") if p.is_file()]
-    else:
-        found = [p for p in glob.glob(path, recursive=True) if Path(p).is_file()]
+def find_files(path: str, suffixes: tuple[str, ...] = ("",)) -> list[str]:
+    """Files of a folder and its sub-folders with one of some suffixes, without hidden ones; or a glob, or one file.
+
+    Raises:
+        ConfigError: a sub-folder cannot be read.
+    """
+
+    def unreadable(error: OSError) -> None:
+        raise ConfigError(f"--training.dataset_path {path}: {error.filename}: {error.strerror}") from error
+
+    if not Path(path).is_dir():
+        return sorted(p for p in glob.glob(path, recursive=True) if Path(p).is_file())
+    found = []
+    for folder, folders, files in os.walk(path, onerror=unreadable):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [os.path.join(folder, f) for f in files if f.endswith(suffixes) and not f.startswith(".")]
     return sorted(found)
 
 
@@ -74,16 +92,20 @@ def read_functions(shards: list[str]) -> Iterator[str]:
                 todo.extend(reversed(list(ast.iter_child_nodes(node))))
 
 
+JSON = tuple(f".{kind}{packed}" for kind in ("json", "jsonl") for packed in ("", ".gz", ".zst"))
 SOURCES = {
-    "stdlib": Source("text", False, _stdlib_shards, read_functions),
-    "stdlib_files": Source("text", False, _stdlib_shards, read_files),
-    "text": Source("text", True, _file_shards, read_files),
-    "json": Source("text", True, _file_shards),
-    "parquet": Source("text", True, _file_shards),
-    "hf": Source("text", True, lambda _: []),
-    "tokens": Source("tokens", True, _file_shards),
-    "synthetic": Source("lengths", True, lambda _: []),
+    "stdlib": Source("text", False, ("",), read_functions),
+    "stdlib_files": Source("text", False, ("",), read_files),
+    "text": Source("text", True, ("",), read_files),
+    "json": Source("text", True, JSON),
+    "parquet": Source("text", True, (".parquet",)),
+    "hf": Source("text", True),
+    "tokens": Source("tokens", True, (*JSON, ".parquet", ".bin")),
+    "synthetic": Source("lengths", True),
 }
+
+
+LENGTHS = TypeAdapter(list[Annotated[int, Field(ge=0, lt=2**31)]], config=ConfigDict(strict=True))
 
 
 def source_identity(name: str, path: str) -> str:
@@ -128,12 +150,19 @@ def synthetic_lengths(path: str) -> np.ndarray:
         ConfigError: neither.
     """
     if Path(path).is_file():
-        return np.asarray(json.loads(Path(path).read_text()), dtype=np.int32)
+        try:
+            return np.asarray(LENGTHS.validate_json(Path(path).read_bytes()), dtype=np.int32)
+        except ValueError as error:
+            raise ConfigError(f"--training.dataset_path {path}: not a JSON list of lengths") from error
     name, *rest = path.split(":")
     if name not in _NAMED_LENGTHS:
         raise ConfigError(f"--training.dataset_path {path}: neither a JSON file nor one of {', '.join(_NAMED_LENGTHS)}")
-    n = int(rest[0]) if rest else 100_000
-    scale = float(rest[1]) if len(rest) > 1 else 1.0
+    try:
+        n, scale = int((rest or ["100_000"])[0]), float([*rest, "1", "1"][1])
+        if not (0 < n <= 2**28 and 0 < scale < 1e4 and len(rest) <= 2):
+            raise ValueError
+    except ValueError:
+        raise ConfigError(f"--training.dataset_path {path}: must be NAME, NAME:n or NAME:n:scale, positive") from None
     p, tokens = np.array(_NAMED_LENGTHS[name]).T
     u = np.random.default_rng(0).random(n)
     return np.maximum(2, np.exp(np.interp(u, p, np.log(tokens))) * scale).astype(np.int32)

@@ -2,12 +2,13 @@
 `content()`, a hash of all of it."""
 
 import hashlib
-import json
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from torchtitan_wlb.errors import ConfigError
 
@@ -64,15 +65,29 @@ class ArrowTokens:
         return self._slice(self._masks, row, start, stop)
 
 
+class _FlatHeader(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"]
+    lengths: list[Annotated[int, Field(ge=0, lt=2**31)]]
+
+
 class FlatTokens:
     """A flat file X.bin of ids with X.json beside it: {"dtype": "uint16", "lengths": [...]}."""
 
     has_mask = False
 
     def __init__(self, path: Path):
-        header = json.loads(path.with_suffix(".json").read_text())
-        self._ids = np.memmap(path, dtype=header["dtype"], mode="r")
-        self.row_lengths = np.asarray(header["lengths"], dtype=np.int32)
+        try:
+            header = _FlatHeader.model_validate_json(path.with_suffix(".json").read_bytes())
+            self._ids = np.memmap(path, dtype=header.dtype, mode="r")
+        except (OSError, ValueError) as error:
+            first = error.errors()[0] if isinstance(error, ValidationError) else None
+            reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else str(error)
+            raise ConfigError(
+                f'--training.dataset_path {path}: its .json must be {{"dtype": "uint16", "lengths": [...]}} ({reason})'
+            ) from error
+        self.row_lengths = np.asarray(header.lengths, dtype=np.int32)
         self._offsets = np.concatenate([[0], np.cumsum(self.row_lengths, dtype=np.int64)])
         if self._offsets[-1] != len(self._ids):
             raise ConfigError(
@@ -105,8 +120,14 @@ class SyntheticTokens:
     def tokens(self, row: int, start: int, stop: int) -> np.ndarray:
         return np.random.default_rng(row).integers(0, 256, stop, dtype=np.int32)[start:]
 
+    def id_range(self) -> tuple[int, int]:
+        return 0, 255
+
     def content(self) -> str:
         return _hash([self.row_lengths])
 
     def mask(self, row: int, start: int, stop: int) -> np.ndarray:
         raise NotImplementedError("synthetic documents have no loss mask")
+
+
+TokenStore = ArrowTokens | FlatTokens | SyntheticTokens

@@ -4,10 +4,16 @@ Every tokenizer has one begin-of-text and one end-of-text id. The model's vocabu
 of ids rounded up to a multiple of 128, whatever the layout, so that checkpoints fit every tensor-parallel degree.
 """
 
+import base64
 import hashlib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from torchtitan_wlb.config import Model
 from torchtitan_wlb.errors import ConfigError
+
+if TYPE_CHECKING:
+    import tiktoken
 
 VOCAB_MULTIPLE = 128
 
@@ -23,7 +29,7 @@ _LLAMA3_PATTERN = "|".join(
         r"\s+",
     ]
 )
-_LLAMA3_SPECIAL_TOKENS = 256
+_LLAMA3_RANKS, _LLAMA3_SPECIAL_TOKENS = 128_000, 256
 
 
 class Tokenizer:
@@ -31,6 +37,7 @@ class Tokenizer:
 
     Args:
         name: "bytes", a tiktoken encoding name, or the path of a tiktoken rank file.
+        pattern: expression that cuts text into words before merging; "" for Llama-3's rank file.
         add_bos, add_eos: whether `encode_documents` puts the begin and end ids around every document.
 
     Attributes:
@@ -43,15 +50,16 @@ class Tokenizer:
         ConfigError: neither a known name nor a file.
     """
 
-    def __init__(self, name: str, add_bos: bool = True, add_eos: bool = True):
+    def __init__(self, name: str, add_bos: bool = True, add_eos: bool = True, pattern: str = ""):
         self.add_bos, self.add_eos = add_bos, add_eos
         self._encoding = None
         self.identity = name
         if name == "bytes":
             self.bos_id, self.eos_id, self.n_ids = 256, 257, 258
         elif Path(name).is_file():
-            self._encoding = _from_rank_file(Path(name))
-            self.identity = f"a file of hash {hashlib.sha256(Path(name).read_bytes()).hexdigest()[:16]}"
+            self._encoding = _from_rank_file(Path(name), pattern)
+            content = Path(name).read_bytes() + pattern.encode()
+            self.identity = f"a file of hash {hashlib.sha256(content).hexdigest()[:16]}"
         else:
             self._encoding = _from_name(name)
         if self._encoding is not None:
@@ -80,22 +88,49 @@ class Tokenizer:
         return self._encoding.decode(ids)
 
 
-def _from_name(name: str):
+def _from_name(name: str) -> "tiktoken.Encoding":
     import tiktoken
 
     if name not in tiktoken.list_encoding_names():
         raise ConfigError(
             f"--model.tokenizer {name}: not a file; legal names are bytes, {', '.join(tiktoken.list_encoding_names())}"
         )
-    return tiktoken.get_encoding(name)
+    try:
+        return tiktoken.get_encoding(name)
+    except (OSError, ValueError) as error:  # the library fetches it, once
+        raise ConfigError(
+            f"--model.tokenizer {name}: tiktoken cannot fetch its ranks ({type(error).__name__}); put them into the "
+            "folder that the environment variable TIKTOKEN_CACHE_DIR names, or give the path of a rank file"
+        ) from None
 
 
-def _from_rank_file(path: Path):
+def _from_rank_file(path: Path, pattern: str) -> "tiktoken.Encoding":
     import tiktoken
-    from tiktoken.load import load_tiktoken_bpe
 
-    ranks = load_tiktoken_bpe(str(path))
+    flag = f"--model.tokenizer {path}"
+    try:  # not by tiktoken's own reader: it keeps a copy by path and would not see that a file has changed
+        pairs = [line.split() for line in path.read_bytes().splitlines() if line]
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{flag}: not a tiktoken rank file, lines of base64 and rank ({str(error)[:200]})") from None
     n = len(ranks)
+    if sorted(ranks.values()) != list(range(n)) or not all(bytes([i]) in ranks for i in range(256)):
+        raise ConfigError(f"{flag}: its ranks must be 0 to {n - 1}, each once, with all 256 single bytes among them")
+    if not pattern and n != _LLAMA3_RANKS:
+        raise ConfigError(
+            f"{flag} has {n} ranks, Llama-3's has {_LLAMA3_RANKS}: give the expression that cuts text into words for "
+            "it in --model.tokenizer_pattern"
+        )
     special = {"<|begin_of_text|>": n, "<|end_of_text|>": n + 1}
     special |= {f"<|reserved_special_token_{i}|>": n + i for i in range(2, _LLAMA3_SPECIAL_TOKENS)}
-    return tiktoken.Encoding(path.name, pat_str=_LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special)
+    try:
+        return tiktoken.Encoding(
+            path.name, pat_str=pattern or _LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special
+        )
+    except ValueError as error:
+        raise ConfigError(f"--model.tokenizer_pattern {pattern}: {error}") from None
+
+
+def build_tokenizer(model: Model) -> Tokenizer:
+    """Tokenizer of the [model] section."""
+    return Tokenizer(model.tokenizer, model.add_bos, model.add_eos, model.tokenizer_pattern)
