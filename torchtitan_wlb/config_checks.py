@@ -127,6 +127,17 @@ def check_lengths(config: JobConfig, dims: ParallelDims) -> Problems:
             f"--training.seq_len {t.seq_len}: must be a multiple of CP x lcm(2, TP) = {unit} "
             f"(--parallelism.context_parallel_degree {dims.cp}, --parallelism.tensor_parallel_degree {dims.tp})"
         )
+    s_max = int(config.packing.max_len_factor * t.seq_len) // t.length_multiple * t.length_multiple
+    if config.packing.strategy.startswith("wlb") and s_max % unit and not t.seq_len % unit:
+        yield (
+            f"--packing.max_len_factor {config.packing.max_len_factor}: S_max = {s_max} tokens must be a multiple of "
+            f"CP x lcm(2, TP) = {unit}, or padding would go beyond it; {s_max // unit * unit / t.seq_len} is"
+        )
+    if config.packing.max_tokens_in_flight and t.length_multiple % unit:
+        yield (
+            f"--training.seq_len_multiple {t.length_multiple}: must be a multiple of CP x lcm(2, TP) = {unit}, so that "
+            "padding counts in --packing.max_tokens_in_flight"
+        )
     if t.seq_len % t.length_multiple:
         yield f"--training.seq_len_multiple {t.seq_len_multiple}: must divide --training.seq_len {t.seq_len}"
 

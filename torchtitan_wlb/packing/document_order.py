@@ -95,15 +95,18 @@ class DocumentOrder:
 
     def _buffer(self, i: int, tokens: int) -> None:
         """Know at least `tokens` tokens of source i ahead of its cursor, or all that are left."""
-        ids, lengths = self._ahead[i]
-        n = self.sizes[i]
-        while lengths.sum() < tokens and not (self.epochs and self.cursor[i] + len(ids) >= n * self.epochs):
-            epoch, position = divmod(self.cursor[i] + len(ids), n)
-            new = permute(np.arange(position, min(position + _BLOCK, n)), n, (self.seed, i, epoch)) + sum(
-                self.sizes[:i]
-            )
-            ids, lengths = np.concatenate([ids, new]), np.concatenate([lengths, self.lengths(new)])
-        self._ahead[i] = (ids, lengths)
+        n, first = self.sizes[i], sum(self.sizes[:i])
+        ids, lengths = ([part] for part in self._ahead[i])
+        known, position = int(lengths[0].sum()), self.cursor[i] + len(ids[0])
+        while known < tokens and not (self.epochs and position >= n * self.epochs):
+            epoch, start = divmod(position, n)
+            new = permute(np.arange(start, min(start + _BLOCK, n)), n, (self.seed, i, epoch)) + first
+            if n == 1:  # many epochs at once
+                new = np.full(min(_BLOCK, self.epochs - position if self.epochs else _BLOCK), first)
+            ids.append(new)
+            lengths.append(self.lengths(new))
+            known, position = known + int(lengths[-1].sum()), position + len(new)
+        self._ahead[i] = (np.concatenate(ids), np.concatenate(lengths))
 
     def state(self) -> dict:
         return {"cursor": list(self.cursor), "drawn_tokens": list(self.drawn_tokens)}

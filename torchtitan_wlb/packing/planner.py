@@ -193,4 +193,12 @@ def make_packer(s: PackingSettings) -> Packer:
         return Fixed(s.deadline, s.window, partial(assign_exactly, nodes=s.solver_nodes))
     if s.strategy == "wlb_paper":
         return WLBPaper(s.deadline, s.thresholds, s.cost)
-    return WLB(s.deadline, s.seq_len, s.s_max, s.cost, in_flight=s.in_flight, delay_price=s.delay_price)
+    return WLB(
+        s.deadline,
+        s.seq_len,
+        s.s_max,
+        s.cost,
+        in_flight=s.in_flight,
+        multiple=s.seq_len_multiple,
+        delay_price=s.delay_price,
+    )

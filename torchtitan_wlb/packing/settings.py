@@ -59,7 +59,8 @@ class PackingSettings:
         """How long documents may wait, and how many, with what every micro-batch may hold whatever the others do."""
         capacity = self.seq_len if self.fixed_length else self.s_max
         if self.strategy == "wlb" and self.in_flight[0]:
-            capacity = min(capacity, self.in_flight[1] // self.in_flight[0])
+            share = self.in_flight[1] // self.in_flight[0]
+            capacity = min(capacity, share // self.seq_len_multiple * self.seq_len_multiple)
         return Deadline(self.n, capacity, self.max_delay, self.seq_len)
 
     def describe(self) -> str:

@@ -4,15 +4,19 @@ Balance does not depend much on the number of micro-batches, so at most 16 are p
 seconds.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 
+from torchtitan_wlb.logger import logger
 from torchtitan_wlb.packing.planner import StepPlanner
 from torchtitan_wlb.packing.quality import Quality, measure
 from torchtitan_wlb.packing.settings import PackingSettings
 
 _STEPS, _WARMUP, _MICRO_BATCHES = 200, 40, 16
+_SILENCE = 2.0  # seconds after which every try is logged
+_DOCUMENTS = 400_000  # planned for one value at most, however short they are
 
 MakePlanner = Callable[[PackingSettings], StepPlanner]
 
@@ -35,15 +39,22 @@ def sample(settings: PackingSettings, make_planner: MakePlanner, steps: int = _S
     """Quality of some settings on an endless stream of the documents, with few micro-batches and another order than
     training's."""
     small = replace(settings, n=min(settings.n, _MICRO_BATCHES), epochs=0, seed=settings.seed + 1)
-    return measure(make_planner(small), steps, _WARMUP)
+    planner = make_planner(small)
+    documents = len(planner.order.peek(small.n * small.seq_len)[0])
+    steps = max(10, min(steps, _DOCUMENTS // documents))
+    return measure(planner, steps, min(_WARMUP, steps))
 
 
 def find_delay_price(settings: PackingSettings, target_delay: float, make_planner: MakePlanner) -> float:
     """The lowest delay_price (to a quarter) whose mean delay is within target_delay; a higher price means shorter
     delay."""
     price = 0.01
+    began = time.perf_counter()
     for _ in range(24):
-        if sample(replace(settings, delay_price=price), make_planner).delay_mean_steps <= target_delay:
+        delay = sample(replace(settings, delay_price=price), make_planner).delay_mean_steps
+        if time.perf_counter() > began + _SILENCE:
+            logger.info(f"Looking for packing.delay_price: {price:.3g} lets tokens wait {delay:.2f} steps")
+        if delay <= target_delay:
             break
         price *= 1.25
     return price
@@ -52,7 +63,11 @@ def find_delay_price(settings: PackingSettings, target_delay: float, make_planne
 def find_thresholds(settings: PackingSettings, target_delay: float, make_planner: MakePlanner) -> tuple[int, ...]:
     """The thresholds with the least time over ideal among those within target_delay (the shortest delay, if none
     is)."""
-    found = {t: sample(replace(settings, thresholds=t), make_planner) for t in candidate_thresholds(settings.seq_len)}
+    found, began = {}, time.perf_counter()
+    for t in candidate_thresholds(settings.seq_len):
+        found[t] = sample(replace(settings, thresholds=t), make_planner)
+        if time.perf_counter() > began + _SILENCE:
+            logger.info(f"Looking for packing.outlier_thresholds: {t} wait {found[t].delay_mean_steps:.2f} steps")
     within = [t for t, q in found.items() if q.delay_mean_steps <= target_delay]
     if not within:
         return min(found, key=lambda t: found[t].delay_mean_steps)

@@ -40,6 +40,7 @@ class WLB(Packer):
         seq_len: context window, the mean tokens of a micro-batch.
         capacity: tokens a micro-batch may hold. Always wins over balance.
         in_flight: (micro-batches, tokens): so many together may hold so many tokens; (0, 0) for no such limit.
+        multiple: to which micro-batches are padded; padding counts in what they hold together.
         delay_price: see above.
     """
 
@@ -51,10 +52,12 @@ class WLB(Packer):
         cost: CostModel,
         *,
         in_flight: tuple[int, int] = (0, 0),
+        multiple: int = 1,
         delay_price: float = 0.12,
     ):
         self.deadline, self.n, self.capacity = deadline, deadline.n, capacity
-        self.seq_len, self.cost, self.in_flight, self.delay_price = seq_len, cost, in_flight, delay_price
+        self.seq_len, self.cost, self.delay_price = seq_len, cost, delay_price
+        self.in_flight, self.multiple = in_flight, multiple
         self.kept = [NONE, NONE]  # the pool, and what was left over
         self.seen = [0.0, 0]  # work and tokens drawn so far, for the average micro-batch
 
@@ -101,14 +104,15 @@ class WLB(Packer):
 
         short_tokens = float(lengths(short).sum()) / g
         per_token = float(self.cost.documents(lengths(short)).sum()) / g / max(1.0, short_tokens)
-        cap = _caps(held, self.capacity, self.in_flight)
+        padded = -(-held // self.multiple) * self.multiple
+        cap = _caps(padded, self.capacity, self.in_flight, self.multiple)
         poured = _pour(load / per_token, cap - held, short_tokens) if short_tokens else np.zeros_like(load)
         work = load + poured * per_token
         excess = (n * work.max(axis=1) - work.sum(axis=1)) / self.cost.token_cost
         ended_wait = leaving @ (tokens * (1 + _AGE_WEIGHT * age[sample]))
         gain = self.delay_price * (ended_wait - (short_tokens - poured.sum(axis=1))) - excess
         trained = leaving @ tokens + poured.sum(axis=1)
-        fits = (held <= cap).all(axis=1) & (_top_sum(held, self.in_flight[0]) <= self.in_flight[1])
+        fits = (held <= cap).all(axis=1) & (_top_sum(padded, self.in_flight[0]) <= self.in_flight[1])
         # No step may be nearly empty: that can happen where long documents are all there is.
         fits &= trained >= min(_LEAST_TOKENS * n * self.seq_len, np.max(trained[fits], initial=0.0))
         # If the documents at their age limit do not fit together, they leave all the same and packing keeps what has no
@@ -123,11 +127,13 @@ class WLB(Packer):
         capacity: int | np.ndarray = self.capacity
         if self.in_flight[0]:
             # Long documents first: they decide how far the others may fill up.
-            limit = min(self.capacity, self.in_flight[1] // self.in_flight[0])
+            limit = min(self.capacity, self.in_flight[1] // self.in_flight[0] // self.multiple * self.multiple)
             where = spread(work[:n_long], tokens[:n_long], self.n, self.capacity)
             held = np.bincount(where[where >= 0], tokens[:n_long][where >= 0], self.n)[None]
-            fits = _top_sum(held, self.in_flight[0]) <= self.in_flight[1]
-            capacity = _caps(held, self.capacity, self.in_flight)[0].astype(np.int64) if fits[0] else limit
+            padded = -(-held // self.multiple) * self.multiple
+            fits = _top_sum(padded, self.in_flight[0]) <= self.in_flight[1]
+            caps = _caps(padded, self.capacity, self.in_flight, self.multiple)[0].astype(np.int64)
+            capacity = caps if fits[0] else limit
         return spread(work, tokens, self.n, capacity)
 
     def state(self):
@@ -183,7 +189,7 @@ def _top_sum(tokens: np.ndarray, k: int) -> np.ndarray:
     return np.sort(tokens, axis=1)[:, tokens.shape[1] - k :].sum(axis=1)
 
 
-def _caps(held: np.ndarray, capacity: int, in_flight: tuple[int, int]) -> np.ndarray:
+def _caps(held: np.ndarray, capacity: int, in_flight: tuple[int, int], multiple: int = 1) -> np.ndarray:
     """How far each micro-batch may fill up, [c, n], so that any k together stay within the budget: what it holds, or
     the common level c at which the k largest of max(held, c) just reach the budget."""
     k, budget = in_flight
@@ -192,5 +198,6 @@ def _caps(held: np.ndarray, capacity: int, in_flight: tuple[int, int]) -> np.nda
     largest = np.sort(held, axis=1)[:, ::-1][:, :k]
     before = np.cumsum(largest, axis=1) - largest
     # max(held, c) sums to at least before[j] + (k - j) c for every j, and to just that for the right one.
-    level = np.floor(((budget - before) / np.arange(k, 0, -1)[: before.shape[1]]).min(axis=1, keepdims=True))
+    level = ((budget - before) / np.arange(k, 0, -1)[: before.shape[1]]).min(axis=1, keepdims=True)
+    level = np.floor(level / multiple) * multiple
     return np.clip(np.maximum(level, held), held, capacity)
