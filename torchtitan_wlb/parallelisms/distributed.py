@@ -41,7 +41,13 @@ def init_distributed(
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = datetime.timedelta(seconds=timeout_seconds)
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        try:
+            dist.init_process_group(backend, timeout=timeout)
+        except dist.DistError as error:
+            raise RuntimeError(
+                f"Rank {os.environ['RANK']} has waited {timeout_seconds} s (--comm.init_timeout_seconds) for another to "
+                "start: it has ended, or is late (tokenising on its machine?)"
+            ) from error
     else:  # without a launcher: one process, which listens to nobody
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
