@@ -45,8 +45,8 @@ def init_distributed(
             dist.init_process_group(backend, timeout=timeout)
         except dist.DistError as error:
             raise RuntimeError(
-                f"Rank {os.environ['RANK']} has waited {timeout_seconds} s (--comm.init_timeout_seconds) for another to "
-                "start: it has ended, or is late (tokenising on its machine?)"
+                f"Rank {os.environ['RANK']} has waited {timeout_seconds} s (--comm.init_timeout_seconds) for another "
+                "to start: it has ended, or is late (tokenising on its machine?)"
             ) from error
     else:  # without a launcher: one process, which listens to nobody
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
