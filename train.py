@@ -86,6 +86,8 @@ def main(job_config: JobConfig) -> None:
     device = select_device()
     device_name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     kind = find_device(job_config.cost_model.device, device_name)
+    dtype = getattr(torch, training.mixed_precision_param)
+    kernel = select_kernel(device.type, dtype, job_config.model.attention)
     tokenizer = build_tokenizer(job_config.model)
     model_args = replace(llama_configs[job_config.model.flavor], vocab_size=tokenizer.padded_vocab_size)
     profile = read_profile(job_config.cost_model.profile, model_args, tp=parallel_dims.tp)
@@ -138,7 +140,6 @@ def main(job_config: JobConfig) -> None:
     my = parallel_dims.coordinates(rank)
 
     # The pipeline: which layers a stage has, and what every rank computes in which order.
-    dtype = getattr(torch, training.mixed_precision_param)
     plan = plan_pipeline(
         model_args,
         schedule=parallelism.pipeline_parallel_schedule,
@@ -173,7 +174,6 @@ def main(job_config: JobConfig) -> None:
     logger.info(f"{parallel_dims} on {device.type}; {settings.describe()}")
 
     # The model: this rank's stages.
-    kernel = select_kernel(device.type, dtype, job_config.model.attention)
     reshard = {"always": True, "never": False, "default": parallel_dims.pp == 1}[parallelism.reshard_after_forward]
     model_parts = [
         build_stage(
