@@ -152,6 +152,9 @@ def check_packing(config: JobConfig, dims: ParallelDims) -> Problems:
             f"--packing.max_tokens_in_flight {k.max_tokens_in_flight}: must be 0 or at least pipeline degree x "
             f"seq_len = {dims.pp * window}, the average"
         )
+        return
+    if window % config.training.length_multiple:
+        return  # check_lengths says so
     n = resolve_batch(config, dims)
     settings = resolve_settings(config.training, k, n=n, pp=dims.pp, seed=0, cost=_ANY_COST)
     deadline = settings.deadline
