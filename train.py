@@ -14,6 +14,11 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
+from torchtitan_wlb.parent import end_with_parent
+
+if __name__ == "__main__":
+    end_with_parent()  # before the slow imports: the launcher may be killed while they run
+
 import torch
 import torch.distributed as dist
 
@@ -39,7 +44,6 @@ from torchtitan_wlb.packing.settings import PackingSettings, resolve_settings
 from torchtitan_wlb.packing.tuning import tune
 from torchtitan_wlb.parallelisms.distributed import (
     check_agreement,
-    end_with_parent,
     init_distributed,
     select_device,
     set_timeouts,
@@ -362,7 +366,6 @@ def evaluate(
 
 if __name__ == "__main__":
     init_logger()
-    end_with_parent()
     with exit_on_config_error():
         main(load_config(sys.argv[1:]))
     # All is written and closed. Threads of gloo outlive their groups, and at a normal exit they now and then abort a

@@ -1,5 +1,6 @@
 """torchrun train.py, as users run it: it learns, resumes exactly, says what is wrong, and feeds the loggers."""
 
+import contextlib
 import json
 import math
 import os
@@ -7,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -362,3 +364,33 @@ def test_configured_hyperparameters_win_on_resume(corpus, straight, tmp_path):
     assert "From now on --optimizer.beta2 is 0.9; it was 0.95" in out
     assert series(folder, "loss")[5] == series(straight, "loss")[5] != series(folder, "loss")[6]
     assert sorted(p.name for p in (folder / "checkpoint").iterdir()) == ["step-10", "step-5-best"]
+
+
+def test_ranks_end_with_a_launcher_that_is_killed_while_they_import(tmp_path):
+    mark = f"launcher-{os.getpid()}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    launcher = subprocess.Popen(
+        [*command, "--job.dump_folder", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "MARK": mark},
+        start_new_session=True,
+    )
+
+    def ranks() -> list[str]:
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if mark in (process / "environ").read_text() and "train.py" in (process / "cmdline").read_text():
+                    found.append(process.name)
+        return [pid for pid in found if int(pid) != launcher.pid]
+
+    began = time.monotonic()
+    while len(ranks()) < 2 and time.monotonic() < began + 60:
+        time.sleep(0.05)
+    time.sleep(0.5)  # Python has started, torch is not imported yet
+    launcher.kill()
+    launcher.wait()
+    killed = time.monotonic()
+    while ranks() and time.monotonic() < killed + 10:
+        time.sleep(0.1)
+    assert not ranks()

@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 # From the ground up; a module imports from its own floor's package or from floors below it.
 FLOORS = [
-    ["errors", "logger", "torch_private"],
+    ["errors", "logger", "parent", "torch_private"],
     ["folders"],
     ["config", "loss"],
     ["cost"],

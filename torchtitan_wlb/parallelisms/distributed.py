@@ -1,18 +1,13 @@
 """Process groups: start, time limits, and the agreement of all ranks on what they are about to do."""
 
-import contextlib
-import ctypes
 import datetime
 import os
-import signal
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 
 from torchtitan_wlb import torch_private
-
-_PR_SET_PDEATHSIG = 1
 
 
 def select_device() -> torch.device:
@@ -51,19 +46,6 @@ def init_distributed(
     else:  # without a launcher: one process, which listens to nobody
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
-
-
-def end_with_parent() -> None:
-    """Let the system kill this process when the one that started it ends, however it ends, and the same for processes
-    forked from this one (Linux; elsewhere nothing happens)."""
-
-    def ask() -> None:
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # under torchrun; a shell may well end before what it started
-        ask()
-    os.register_at_fork(after_in_child=ask)
 
 
 def set_timeouts(seconds: int, groups: Iterable[dist.ProcessGroup]) -> None:
