@@ -108,7 +108,7 @@ class Training(Section):
     """Type of the gradient reduction."""
     loss_chunk_size: Count = 1024
     """Tokens whose logits exist at the same time."""
-    num_workers: Natural = 1
+    num_workers: Annotated[int, Field(ge=0, le=64)] = 1
     """Threads that build steps ahead of the training loop; 0: the loop builds them itself."""
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory (CUDA only)."""

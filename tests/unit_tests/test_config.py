@@ -60,6 +60,7 @@ BAD = [
     (["--training.seq_len_multiple", "60"], 4, r"seq_len_multiple 60: must divide --training.seq_len 4096"),
     (["--training.seqlen", "4096"], 4, r"\[training\] has no key 'seqlen'; nearest: seq_len"),
     (["--trainig.seq_len", "4096"], 4, r"no section 'trainig'; nearest: training"),
+    (["--training.num_workers", "5000"], 4, r"num_workers 5000: input should be less than or equal to 64"),
     (["--training.steps", "many"], 4, r"--training.steps many: input should be a valid integer"),
     (["--training.steps", "many", "--training.steps", "7"], 4, r"--training.steps many: input should be a valid integer"),
     (["--packing.strategy", "best"], 4, r"packing.strategy best: input should be 'plain', 'plain_whole', 'fixed', 'fixed_solver', 'wlb_paper' or 'wlb'"),
