@@ -188,8 +188,11 @@ class CheckpointManager:
         folders = step_folders(self.folder).values()
         old = [p for p in folders if not is_complete(p)]
         if self.keep:
-            aside = sorted(self.folder.glob(f"{_ASIDE}*"), key=lambda p: int(p.name.rpartition("-")[2]))
-            old += [p for p in folders if is_complete(p)][: -self.keep] + aside[: -self.keep]
+            aside = {
+                int(m[1]): p for p in self.folder.iterdir() if (m := re.fullmatch(_ASIDE + r"step-\d+-(\d+)", p.name))
+            }
+            old += [p for p in folders if is_complete(p)][: -self.keep]
+            old += [aside[time] for time in sorted(aside)][: -self.keep]
         for p in old:
             (p / ".metadata").unlink(missing_ok=True)  # first, so that a half-deleted checkpoint never looks complete
             shutil.rmtree(p)

@@ -127,12 +127,6 @@ def check_lengths(config: JobConfig, dims: ParallelDims) -> Problems:
             f"--training.seq_len {t.seq_len}: must be a multiple of CP x lcm(2, TP) = {unit} "
             f"(--parallelism.context_parallel_degree {dims.cp}, --parallelism.tensor_parallel_degree {dims.tp})"
         )
-    s_max = int(config.packing.max_len_factor * t.seq_len) // t.length_multiple * t.length_multiple
-    if config.packing.strategy.startswith("wlb") and s_max % unit and not t.seq_len % unit:
-        yield (
-            f"--packing.max_len_factor {config.packing.max_len_factor}: S_max = {s_max} tokens must be a multiple of "
-            f"CP x lcm(2, TP) = {unit}, or padding would go beyond it; {s_max // unit * unit / t.seq_len} is"
-        )
     if config.packing.max_tokens_in_flight and t.length_multiple % unit:
         yield (
             f"--training.seq_len_multiple {t.length_multiple}: must be a multiple of CP x lcm(2, TP) = {unit}, so that "
@@ -147,16 +141,25 @@ def check_packing(config: JobConfig, dims: ParallelDims) -> Problems:
     if (th := k.outlier_thresholds) != "auto" and (list(th) != sorted(set(th)) or max(th) > window):
         shown = " ".join(map(str, th))
         yield f"--packing.outlier_thresholds {shown}: must rise and lie in 1..{window} (--training.seq_len)"
-    if k.max_tokens_in_flight and k.max_tokens_in_flight < dims.pp * window:
+    if k.strategy == "fixed_solver" and importlib.util.find_spec("scipy") is None:
+        yield "--packing.strategy fixed_solver needs SciPy: pip install torchtitan_wlb[solver]"
+    if too_few := 0 < k.max_tokens_in_flight < dims.pp * window:
         yield (
             f"--packing.max_tokens_in_flight {k.max_tokens_in_flight}: must be 0 or at least pipeline degree x "
             f"seq_len = {dims.pp * window}, the average"
         )
-        return
     if window % config.training.length_multiple:
         return  # check_lengths says so
     n = resolve_batch(config, dims)
     settings = resolve_settings(config.training, k, n=n, pp=dims.pp, seed=0, cost=_ANY_COST)
+    unit = dims.cp * math.lcm(2, dims.tp)
+    if k.strategy.startswith("wlb") and settings.s_max % unit and not window % unit:
+        yield (
+            f"--packing.max_len_factor {k.max_len_factor}: S_max = {settings.s_max} tokens must be a multiple of CP x "
+            f"lcm(2, TP) = {unit}, or padding would go beyond it; {settings.s_max // unit * unit / window} is"
+        )
+    if too_few:
+        return
     deadline = settings.deadline
     least = deadline.least_delay(k.window if k.strategy.startswith("fixed") else 0)
     if k.max_delay_steps < least and not k.strategy.startswith("plain"):
@@ -164,8 +167,6 @@ def check_packing(config: JobConfig, dims: ParallelDims) -> Problems:
             f"--packing.max_delay_steps {k.max_delay_steps}: must be at least {least} with {n} micro-batches of at "
             f"most {deadline.capacity} tokens (--packing.strategy {k.strategy}), or documents could wait longer"
         )
-    if k.strategy == "fixed_solver" and importlib.util.find_spec("scipy") is None:
-        yield "--packing.strategy fixed_solver needs SciPy: pip install torchtitan_wlb[solver]"
 
 
 def check_schedule_of_rate(config: JobConfig, dims: ParallelDims) -> Problems:

@@ -7,12 +7,12 @@ ranges and what must agree are checked when it is read.
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
 
 from torchtitan_wlb.config import JobConfig
 from torchtitan_wlb.cost.profile import Profile
 from torchtitan_wlb.data.tokenizer import Tokenizer
-from torchtitan_wlb.errors import ConfigError
+from torchtitan_wlb.errors import ConfigError, first_reason
 from torchtitan_wlb.packing.settings import PackingSettings, differences, fields_left_open
 
 FILE = "run_state.json"
@@ -71,13 +71,9 @@ def read_run_state(checkpoint: Path) -> RunState:
         if not state.planner.step <= state.step == int(checkpoint.name.removeprefix("step-")):
             raise ValueError(f"it is of step {state.step}, its planner of step {state.planner.step}")
     except (OSError, ValueError) as error:
-        reason = str(error)
-        if isinstance(error, ValidationError):
-            first = error.errors()[0]
-            reason = f"{'.'.join(map(str, first['loc'])) or 'the whole file'}: {first['msg']}"
         raise ConfigError(
-            f"--checkpoint.load_step: {path} cannot be resumed from ({reason}); choose another step, or move the "
-            "checkpoint away"
+            f"--checkpoint.load_step: {path} cannot be resumed from ({first_reason(error)}); choose another step, or "
+            "move the checkpoint away"
         ) from error
     return state
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
-from torchtitan_wlb.checkpoint import check_metadata
+from torchtitan_wlb.checkpoint import CheckpointManager, check_metadata
 from torchtitan_wlb.config import Training, Validation
 from torchtitan_wlb.data.documents import Documents, load_documents
 from torchtitan_wlb.data.prepare import SourceSpec
@@ -258,3 +258,17 @@ def test_lines_that_are_no_records_are_left_out(tmp_path, caplog):
     ]
     path.write_bytes(b"\n".join(lines))
     assert read_records(path) == [{"step": 1}, {"step": 3, "loss": None}]
+
+
+@pytest.mark.parametrize("keep, left", [(1, {"step-9", "set-aside-step-7-20"}), (0, None), (5, None)])
+def test_leftovers_go_with_the_next_save_and_other_names_stay(tmp_path, monkeypatch, keep, left):
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    ours = ["step-2", "step-5", "step-9", "set-aside-step-8-10", "set-aside-step-7-20"]
+    theirs = {"set-aside-best", "set-aside-step-old", "step-5-best", "step-old"}
+    for name in (*ours, *theirs, "step-3"):
+        (tmp_path / name).mkdir()
+        for file in (".metadata", "run_state.json"):
+            if name != "step-3":  # never completed
+                (tmp_path / name / file).touch()
+    CheckpointManager(tmp_path, None, keep, False)._saved(tmp_path / "step-9")
+    assert {p.name for p in tmp_path.iterdir()} == (left or set(ours)) | theirs

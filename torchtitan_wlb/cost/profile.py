@@ -10,7 +10,7 @@ from torchtitan_wlb.cost.cost_model import BACKWARD_ATTENTION, CostModel, analyt
 from torchtitan_wlb.cost.devices import DEVICES
 from torchtitan_wlb.cost.kernel_cost import KernelCost, analytic_kernel_cost, measured_kernel_cost
 from torchtitan_wlb.cost.model_shape import ModelShape
-from torchtitan_wlb.errors import ConfigError
+from torchtitan_wlb.errors import ConfigError, first_reason
 
 
 class _Row(BaseModel):
@@ -89,9 +89,7 @@ def read_profile(path: str, shape: ModelShape, *, tp: int) -> Profile | None:
     except OSError as error:
         raise ConfigError(f"{flag}: {error.strerror}") from error
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the whole file"
-        raise ConfigError(f"{flag}: not a profile of scripts/profile_costs.py ({where}: {first['msg']})") from error
+        raise ConfigError(f"{flag}: not a profile of scripts/profile_costs.py ({first_reason(error)})") from error
     measured = profile.model.model_dump()
     if measured != {k: getattr(shape, k) for k in measured} or profile.tp != tp:
         raise ConfigError(

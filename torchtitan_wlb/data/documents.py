@@ -16,7 +16,7 @@ from torchtitan_wlb.data.prepare import STOP as END
 from torchtitan_wlb.data.prepare import SourceSpec, TableAbout, open_store, prepare
 from torchtitan_wlb.data.token_store import TokenStore
 from torchtitan_wlb.data.tokenizer import Tokenizer
-from torchtitan_wlb.errors import ConfigError
+from torchtitan_wlb.errors import ConfigError, first_reason
 from torchtitan_wlb.packing.spans import ID, START, STOP
 
 
@@ -129,7 +129,7 @@ def _open(spec: SourceSpec, folder: Path, table: Path) -> tuple[TokenStore, np.n
     except ConfigError:
         raise
     except Exception as error:  # whatever numpy, pyarrow and pydantic say of a file that was cut or changed
-        reason = str(error).splitlines()[0][:200]
+        reason = first_reason(error).splitlines()[0][:200]
         raise ConfigError(f"--training.dataset_cache: {folder} is damaged ({reason}); delete it") from error
     return store, documents, about
 

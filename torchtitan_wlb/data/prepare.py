@@ -96,25 +96,25 @@ def _prepare_tokens(spec: SourceSpec, tokenizer: Tokenizer, folder: Path, num_pr
     part = folder / "part"
     shutil.rmtree(part, ignore_errors=True)
     raw = _raw_dataset(spec, part, num_proc)
-    wanted = [c for c in (spec.column, spec.loss_mask_column) if c]
+    from datasets import Features, List, Value
+
+    is_text = SOURCES[spec.name].kind == "text"
     for flag, column in (("dataset_column", spec.column), ("loss_mask_column", spec.loss_mask_column)):
-        if column and column not in raw.column_names:
+        if not column:
+            continue
+        if column not in raw.column_names:
             raise ConfigError(
                 f"--training.{flag} {column}: not in {spec.name} {spec.path}, which has {', '.join(raw.column_names)}"
             )
-    from datasets import Features, List, Value
-
-    for column in wanted:
-        is_text = SOURCES[spec.name].kind == "text"
         held, wants = raw.features[column], "text" if is_text else "lists of integers"
         kind = getattr(held if is_text else getattr(held, "feature", None), "dtype", "")
         if not kind.startswith(("string", "large_string", "null") if is_text else ("int", "uint", "bool")):
-            raise ConfigError(f"--training.dataset_column {column}: {spec.path} holds {held} there, not {wants}")
+            raise ConfigError(f"--training.{flag} {column}: {spec.path} holds {held} there, not {wants}")
 
     features = {"input_ids": List(Value("int32"))} | (
         {"loss_mask": List(Value("int8"))} if spec.loss_mask_column else {}
     )
-    encode = partial(_encode_batch, tokenizer=tokenizer if SOURCES[spec.name].kind == "text" else None, spec=spec)
+    encode = partial(_encode_batch, tokenizer=tokenizer if is_text else None, spec=spec)
     encoded = raw.map(
         encode,
         batched=True,
@@ -159,10 +159,13 @@ def _text_rows(shards, read, column):
 
 def _encode_batch(batch, indices: list[int], tokenizer: Tokenizer | None, spec: SourceSpec):
     rows = batch[spec.column]
-    out = {"input_ids": tokenizer.encode_documents([r or "" for r in rows]) if tokenizer else [r or [] for r in rows]}
-    for i, ids in zip(indices, out["input_ids"]):
-        if None in ids or max(ids, default=0) >= 2**31 or min(ids, default=0) < -(2**31):
-            raise ValueError(f"row {i} has an id that is null or too large")
+    if tokenizer:
+        out = {"input_ids": tokenizer.encode_documents([r or "" for r in rows])}
+    else:
+        out = {"input_ids": [r or [] for r in rows]}
+        for i, ids in zip(indices, out["input_ids"]):
+            if None in ids or max(ids, default=0) >= 2**31 or min(ids, default=0) < -(2**31):
+                raise ValueError(f"row {i} has an id that is null or too large")
     if spec.loss_mask_column:
         out["loss_mask"] = [[int(m != 0) for m in row or []] for row in batch[spec.loss_mask_column]]
         for i, ids, mask in zip(indices, out["input_ids"], out["loss_mask"]):

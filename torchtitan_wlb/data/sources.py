@@ -49,7 +49,7 @@ def _stdlib_shards() -> list[str]:
     return [str(p) for p in sorted(root.rglob("*.py")) if not skip & set(p.relative_to(root).parts)]
 
 
-def find_files(path: str, suffixes: tuple[str, ...] = ("",)) -> list[str]:
+def find_files(path: str, suffixes: tuple[str, ...]) -> list[str]:
     """Files of a folder and its sub-folders with one of some suffixes, without hidden ones; or a glob, or one file.
 
     Raises:

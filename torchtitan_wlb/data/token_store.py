@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from torchtitan_wlb.errors import ConfigError
+from torchtitan_wlb.errors import ConfigError, first_reason
 
 
 def _hash(arrays: Iterable[np.ndarray]) -> str:
@@ -82,10 +82,9 @@ class FlatTokens:
             header = _FlatHeader.model_validate_json(path.with_suffix(".json").read_bytes())
             self._ids = np.memmap(path, dtype=header.dtype, mode="r")
         except (OSError, ValueError) as error:
-            first = error.errors()[0] if isinstance(error, ValidationError) else None
-            reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else str(error)
             raise ConfigError(
-                f'--training.dataset_path {path}: its .json must be {{"dtype": "uint16", "lengths": [...]}} ({reason})'
+                f'--training.dataset_path {path}: its .json must be {{"dtype": "uint16", "lengths": [...]}} '
+                f"({first_reason(error)})"
             ) from error
         self.row_lengths = np.asarray(header.lengths, dtype=np.int32)
         self._offsets = np.concatenate([[0], np.cumsum(self.row_lengths, dtype=np.int64)])
