@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from torchtitan_wlb.checkpoint import CheckpointManager, find_checkpoint, set_aside_later
 from torchtitan_wlb.config import JobConfig
-from torchtitan_wlb.config_checks import batch_problems, resolve_batch, settings_without_effect, validate
+from torchtitan_wlb.config_checks import batch_problems, resolve_packing, settings_without_effect, validate
 from torchtitan_wlb.config_manager import exit_on_config_error, load_config
 from torchtitan_wlb.cost.devices import DEVICES, find_device
 from torchtitan_wlb.cost.profile import build_cost_model, build_kernel_cost, read_profile
@@ -40,7 +40,7 @@ from torchtitan_wlb.metrics import ALL_SHARDINGS, MetricLogger, peak_flops
 from torchtitan_wlb.models.kernels import select_kernel
 from torchtitan_wlb.models.llama import llama_configs
 from torchtitan_wlb.optimizer import build_optimizers, lr_factor
-from torchtitan_wlb.packing.settings import PackingSettings, resolve_settings
+from torchtitan_wlb.packing.settings import PackingSettings
 from torchtitan_wlb.packing.tuning import tune
 from torchtitan_wlb.parallelisms.distributed import (
     check_agreement,
@@ -53,7 +53,7 @@ from torchtitan_wlb.parallelisms.parallelize_llama import build_stage
 from torchtitan_wlb.parallelisms.pipeline_llama import Pipeline, plan_pipeline
 from torchtitan_wlb.parallelisms.step_sums import gather_step, measured_imbalance
 from torchtitan_wlb.profiling import MicroBatchClock, maybe_enable_memory_snapshot, maybe_enable_profiling
-from torchtitan_wlb.run_state import check_identity, identity, rates, read_run_state
+from torchtitan_wlb.run_state import check_identity, identity, rates, read_run_state, read_settings, write_settings
 
 
 def main(job_config: JobConfig) -> None:
@@ -95,24 +95,25 @@ def main(job_config: JobConfig) -> None:
     tokenizer = build_tokenizer(job_config.model)
     model_args = replace(llama_configs[job_config.model.flavor], vocab_size=tokenizer.padded_vocab_size)
     profile = read_profile(job_config.cost_model.profile, model_args, tp=parallel_dims.tp)
-    settings = resolve_settings(
-        training,
-        job_config.packing,
-        n=resolve_batch(job_config, parallel_dims),
-        pp=parallel_dims.pp,
-        seed=job_config.debug.seed,
-        cost=build_cost_model(profile, kind, model_args, tp=parallel_dims.tp, cp=parallel_dims.cp),
-    )
+    cost = build_cost_model(profile, kind, model_args, tp=parallel_dims.tp, cp=parallel_dims.cp)
+    candidates = resolve_packing(job_config, parallel_dims, cost)
     made_with = identity(job_config, tokenizer, profile)
     if run_state:
-        check_identity(run_state, made_with, settings, job_config, exclude)
+        check_identity(run_state, made_with, candidates[0], job_config, exclude)
         for flag, value in rates(job_config).items():
             if run_state.rates.get(flag) != value:
                 logger.info(f"From now on --{flag} is {value}; it was {run_state.rates.get(flag)}")
+    kept = None
     if run_state and keeps_packing:
-        settings = run_state.settings
-    if problems := list(batch_problems(settings.n, parallel_dims, parallelism.pipeline_parallel_schedule)):
-        raise ConfigError(*problems)
+        kept = run_state.settings
+    elif job_config.packing.settings_from:
+        kept = read_settings(Path(job_config.packing.settings_from), candidates[0], job_config)
+    if kept:
+        if problems := list(batch_problems(kept.n, parallel_dims, parallelism.pipeline_parallel_schedule)):
+            raise ConfigError(*problems)
+        if kept.objective != candidates[0].objective:
+            logger.info(f"Documents are packed for {kept.objective}; this layout is {candidates[0].objective}")
+        candidates = [kept]
 
     # Documents. The first process of a machine tokenises what is not in the cache, the others wait at a file lock.
     documents = load_documents(training, tokenizer)
@@ -126,10 +127,11 @@ def main(job_config: JobConfig) -> None:
     made_with["training.dataset_path"] = f"content {documents.content}"
     planner_state = None
     if run_state and keeps_packing:
-        check_identity(run_state, made_with, settings, job_config, exclude)
+        check_identity(run_state, made_with, candidates[0], job_config, exclude)
         planner_state = run_state.planner.model_dump()
-    else:
-        settings = tune(settings, job_config.packing.target_delay, partial(make_planner, documents))
+    settings = tune(candidates, job_config.packing.target_delay, partial(make_planner, documents))
+    if rank == 0:
+        write_settings(dump_folder / "packing_settings.json", settings)
     plans = StepPlans(documents, settings, planner_state)
     about_run = {"settings": settings, "made_with": made_with, "rates": rates(job_config)}
 

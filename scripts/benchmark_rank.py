@@ -33,6 +33,7 @@ from torchtitan_wlb.loss import IGNORE_INDEX
 from torchtitan_wlb.models.kernels import SDPA
 from torchtitan_wlb.models.llama import SelfAttention, Transformer, llama_configs
 from torchtitan_wlb.optimizer import OptimizersContainer, build_optimizers
+from torchtitan_wlb.packing.objective import StepObjective
 from torchtitan_wlb.packing.planner import StepPlan
 from torchtitan_wlb.packing.quality import predict_step
 from torchtitan_wlb.packing.settings import PackingSettings, resolve_settings
@@ -86,6 +87,7 @@ def load_synthetic(config: JobConfig, window: int) -> Documents:
 class Scheduled(NamedTuple):
     """This rank's part of the model under one schedule."""
 
+    parts: list[Transformer]
     pipeline: Pipeline
     parameters: dict[str, nn.Parameter]
     optimizers: OptimizersContainer
@@ -94,7 +96,12 @@ class Scheduled(NamedTuple):
 
 
 class Bench:
-    """One rank: its profile, documents, and a model with its pipeline for every schedule.
+    """One rank: its profile, documents, and a model for every schedule, with a pipeline for every number of
+    micro-batches.
+
+    A strategy is a name of packing.strategy; with `:K` every window of tokens makes K micro-batches
+    (training.micro_batch_tokens); `wlb_equal` is wlb with all micro-batches of a step as equal as can be, whatever the
+    layout.
 
     Args:
         baselines: strategies that pack like plain_whole and have an inner attention of their own
@@ -135,7 +142,11 @@ class Bench:
         short, long = self.cost.documents(np.array([64, self.window])) / (64, self.window)
         self.long_token_over_short = float(long / short)
         self.mesh = self.dims.build_mesh("cpu")
-        self.scheduled = {s: self._schedule(s) for s in schedules}
+        self.scheduled = {}
+        for schedule in schedules:
+            parts = None
+            for split in sorted({split_of(s) for s in arguments.strategies.split(",")}):
+                self.scheduled[schedule, split] = parts = self._schedule(schedule, split, parts)
         one = Layout(1, 0, 1, 0, 1, 0, "adaptive", self.kernel_cost, without_pipelining(1))
         self.alone_builder = StepBuilder(self.documents, self.settings("plain", 0), one)
         self.alone = Transformer(self.args, n_ids=self.tokenizer.n_ids, max_position=self.window)
@@ -198,16 +209,16 @@ class Bench:
             )
         return cost, kernel
 
-    def _schedule(self, schedule: str) -> Scheduled:
-        """The model of a schedule (S or S/stages a rank)."""
+    def _schedule(self, schedule: str, split: int, same: Scheduled | None) -> Scheduled:
+        """The model of a schedule (S or S/stages a rank), with the parameters of another number of micro-batches."""
         dims, args, my = self.dims, self.args, self.dims.coordinates(self.rank)
         schedule, _, count = schedule.partition("/")
         plan = plan_pipeline(
-            args, schedule=schedule, pp=dims.pp, stages_per_rank=int(count or 2), m=self.n // dims.dp,
+            args, schedule=schedule, pp=dims.pp, stages_per_rank=int(count or 2), m=split * self.n // dims.dp,
             seq_len=self.window // 4, cost=self.cost, recomputed=float(self.recomputes), device=self.device,
             bytes_per_token=args.dim * 4 / (dims.cp * dims.tp),
         )  # fmt: skip
-        parts = [
+        parts = same.parts if same else [
             build_stage(
                 args, plan.stages[i], self.mesh, dims, kernel=SDPA,
                 n_ids=self.tokenizer.n_ids, max_position=self.window, loss_chunk=1024, seed=0, device=DEVICE,
@@ -220,8 +231,11 @@ class Bench:
             parts, actions=plan.actions, world_mesh=self.mesh, device=DEVICE, dtype=DTYPE, dim=args.dim, tp=dims.tp,
             clock=MicroBatchClock(DEVICE, timed=False),
         )  # fmt: skip
+        if same:
+            return same._replace(pipeline=pipeline, step_model=plan.step_model)
         modules = [m for part in parts for m in part.modules()]
         return Scheduled(
+            parts=parts,
             pipeline=pipeline,
             parameters={name: p for part in parts for name, p in part.named_parameters()},
             optimizers=build_optimizers(parts, self.config.optimizer),
@@ -230,20 +244,28 @@ class Bench:
         )
 
     def settings(self, strategy: str, seed: int) -> PackingSettings:
-        config = self.config
-        config.packing.strategy = "plain_whole" if strategy in self.baselines else strategy  # type: ignore[assignment]
+        config, split, name = self.config, split_of(strategy), strategy.partition(":")[0]
+        n = split * self.n
+        objective = StepObjective(self.dims.dp, float(self.dims.pp - 1))
+        if name == "wlb_equal":
+            name, objective = "wlb", StepObjective(n, 0.0)
+        config.packing.strategy = "plain_whole" if name in self.baselines else name  # type: ignore[assignment]
+        config.training.micro_batch_tokens = "auto"
         return resolve_settings(
-            config.training, config.packing, n=self.n, pp=self.dims.pp, seed=seed, cost=self.cost,
+            config.training, config.packing, n=n, split=split, objective=objective, pp=self.dims.pp, seed=seed,
+            cost=self.cost,
         )  # fmt: skip
 
     def shard_plans(self, strategy: str, schedule: str) -> Layout:
         """Who trains what under a schedule. Micro-batches are cut over context-parallel ranks by sequence (the paper's
         baselines), by document (fixed) or adaptively (ours)."""
-        sharding = {"wlb": "adaptive", "fixed": "per_document"}.get(strategy, "per_sequence")
+        name = strategy.partition(":")[0]
+        sharding = {"wlb": "adaptive", "wlb_equal": "adaptive", "fixed": "per_document"}.get(name, "per_sequence")
         my, dims = self.dims.coordinates(self.rank), self.dims
+        step_model = self.scheduled[schedule, split_of(strategy)].step_model
         return Layout(
             dp=dims.dp, dp_rank=my["dp"], cp=dims.cp, cp_rank=my["cp"], tp=dims.tp, tp_rank=my["tp"],
-            sharding=sharding, kernel_cost=self.kernel_cost, step_model=self.scheduled[schedule].step_model,
+            sharding=sharding, kernel_cost=self.kernel_cost, step_model=step_model,
         )  # fmt: skip
 
     def batches(self, settings: PackingSettings, layout: Layout, state: dict | None = None) -> Iterator[StepBatch]:
@@ -256,7 +278,9 @@ class Bench:
     def run_alone(self, plans: list[StepPlan]) -> float:
         """Seconds of all micro-batches of some steps, each on a single rank; one on each rank at a time."""
         took = torch.zeros(1, dtype=torch.float64)
-        pairs = sorted(((plan.work[b], i, b) for i, plan in enumerate(plans) for b in range(self.n)), reverse=True)
+        pairs = sorted(
+            ((plan.work[b], i, b) for i, plan in enumerate(plans) for b in range(len(plan.work))), reverse=True
+        )
         for _, i, b in pairs[self.rank :: self.world_size]:
             mb, _ = self.alone_builder.micro_batch(plans[i].micro_batch(b), int(plans[i].padded[b]))
             began = time.perf_counter()
@@ -288,7 +312,7 @@ class Bench:
 
     def train(self, schedule: str, strategy: str, batch: StepBatch) -> tuple[float, float]:
         """(seconds of a training step, predicted seconds of its forward and backward on the slowest rank)."""
-        pipeline, parameters, optimizers, _, attentions = self.scheduled[schedule]
+        _, pipeline, parameters, optimizers, _, attentions = self.scheduled[schedule, split_of(strategy)]
         for attention, inner in attentions:
             attention.inner_attention = self.baselines.get(strategy, inner)
         began = time.perf_counter()
@@ -302,10 +326,15 @@ class Bench:
 
     def overhead(self, schedule: str) -> float:
         """Seconds of a step beside its forward and backward: median over steps of almost empty micro-batches."""
-        settings = replace(self.settings("plain", 0), seq_len=self.config.training.length_multiple)
+        least = self.config.training.length_multiple
+        settings = replace(self.settings("plain", 0), seq_len=least, micro_batch_tokens=least)
         steps = islice(self.batches(settings, self.shard_plans("plain", schedule)), 9)
         took = [self.train(schedule, "plain", batch) for batch in steps]
         return max(0.0, statistics.median(a - b for a, b in took[2:]))
+
+
+def split_of(strategy: str) -> int:
+    return int(strategy.partition(":")[2] or 1)
 
 
 def work_per_token(bench: Bench, plans: list[StepPlan]) -> float:
@@ -329,14 +358,16 @@ def choose_seed(
 ) -> dict[str, tuple[PackingSettings, dict, list]]:
     """Settings, state and plans of every strategy for the most typical order of the documents (see
     benchmark_step.py)."""
-    model, dp = bench.scheduled[schedule].step_model, bench.dims.dp
-    price = tune(bench.settings("wlb", 0), 0.45, partial(make_planner, bench.documents)).delay_price
+    dp, prices = bench.dims.dp, {}
+    for strategy in (s for s in strategies if s.startswith("wlb")):
+        prices[strategy] = tune([bench.settings(strategy, 0)], 0.45, partial(make_planner, bench.documents)).delay_price
 
     def speed(settings: PackingSettings, plans: list[StepPlan]) -> float:
-        return sum(p.tokens for p in plans) / sum(predict_step(p, model, dp, settings.balances) for p in plans)
+        model = bench.scheduled[schedule, bench.window // settings.micro_batch_tokens].step_model
+        return sum(p.tokens for p in plans) / sum(predict_step(p, settings, model, dp) for p in plans)
 
     def settings_of(strategy: str, seed: int) -> PackingSettings:
-        return replace(bench.settings(strategy, seed), delay_price=price)
+        return replace(bench.settings(strategy, seed), delay_price=prices.get(strategy, 0.0))
 
     usual = {}
     for strategy in strategies:

@@ -35,7 +35,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from scripts.benchmark_rank import LAYOUTS, TYPICAL, Bench, choose_seed, work_per_token
+from scripts.benchmark_rank import LAYOUTS, TYPICAL, Bench, choose_seed, split_of, work_per_token
 from scripts.cpu_cluster import as_ranks, enter_group
 from scripts.origin import write_results
 from torchtitan_wlb.data.step_builder import StepBatch
@@ -141,7 +141,7 @@ def row(
     measured = [sum(x) for x in rounds]
     flat = [x for each in rounds for x in each]
     scaled = [x * s for each, s in zip(predicted, slowness) for x in each]
-    m = bench.n // bench.dims.dp
+    m = settings.n // bench.dims.dp
     timed_alone = np.array(measured)[:: max(1, alone_every)]  # the rounds in which they were
     ideal = np.array(alone) / bench.world_size * (m + bench.dims.pp - 1) / m
     relative = work_per_token(bench, plans)
@@ -157,7 +157,8 @@ def row(
         "valid": strategy == "plain" or bool(abs(relative - 1) <= TYPICAL),
         "schedule": schedule if bench.dims.pp > 1 else "",
         "recompute": bench.recomputes,
-        "micro_batches": bench.n,
+        "micro_batches": settings.n,
+        "delay": float(np.average([p.delay[0] for p in plans], weights=[p.tokens for p in plans])),
         "window": bench.window,
         "cpu_share": bench.share,
         "seed": settings.seed,
@@ -211,7 +212,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", required=True)
     parser.add_argument("--cpu-share", dest="cpu_share", type=float, help="of a core for every rank")
     parser.add_argument("--schedule", default="1F1B", help="comma-separated; S/1 and S/2 for stages a rank")
-    parser.add_argument("--strategies", default=",".join(STRATEGIES))
+    parser.add_argument(
+        "--strategies", default=",".join(STRATEGIES), help="wlb:2 splits every window into 2 micro-batches; wlb_equal"
+    )
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--micro-batches", dest="micro_batches", type=int, default=0, help="N; 0: of the layout")
@@ -238,8 +241,9 @@ def main(argv: list[str]) -> None:
         arguments.alone_every = arguments.rounds // 2 if ranks > 4 else 2
     for name in arguments.schedule.split(","):
         schedule = name.partition("/")[0]
-        if problem := schedule_problem(schedule, layout.pp, n // layout.dp):
-            problems.append(problem)
+        for split in {split_of(s) for s in arguments.strategies.split(",")}:
+            if problem := schedule_problem(schedule, layout.pp, split * n // layout.dp):
+                problems.append(problem)
     if arguments.steps % arguments.rounds:
         problems.append("--steps must be a multiple of --rounds")
     if problems:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from torchtitan_wlb.config import JobConfig
-from torchtitan_wlb.config_checks import resolve_batch, validate
+from torchtitan_wlb.config_checks import resolve_packing, validate
 from torchtitan_wlb.cost.devices import DEVICES, find_device
 from torchtitan_wlb.cost.profile import Profile, build_cost_model, read_profile
 from torchtitan_wlb.cost.step_time import StepModel
@@ -20,8 +20,9 @@ from torchtitan_wlb.data.prepare import apply_length_policy
 from torchtitan_wlb.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.models.llama import ModelArgs, llama_configs
+from torchtitan_wlb.packing.document_order import DocumentOrder
 from torchtitan_wlb.packing.planner import StepPlanner
-from torchtitan_wlb.packing.settings import PackingSettings, resolve_settings
+from torchtitan_wlb.packing.settings import PackingSettings
 from torchtitan_wlb.packing.tuning import tune
 from torchtitan_wlb.parallelisms.parallel_dims import ParallelDims
 from torchtitan_wlb.parallelisms.pipeline_llama import plan_pipeline
@@ -37,7 +38,7 @@ class Recipe:
         dims: parallel degrees.
         tokenizer, args: the model's, args with the vocabulary of the tokenizer.
         device: key of DEVICES. profile: of cost_model.profile, None without one.
-        settings: as configured; what is "auto" is open (see `tuned`).
+        candidates: settings as configured; what is "auto" is open (see `tuned`).
     """
 
     config: JobConfig
@@ -46,12 +47,17 @@ class Recipe:
     args: ModelArgs
     device: str
     profile: Profile | None
-    settings: PackingSettings
+    candidates: list[PackingSettings]
+
+    @property
+    def settings(self) -> PackingSettings:
+        """As configured, with one micro-batch for a window of tokens where their number is "auto"."""
+        return self.candidates[0]
 
     def tuned(self, make_planner: MakePlanner, strategy: str = "") -> PackingSettings:
         """Settings with "auto" found on the documents of a planner; with another strategy, if one is given."""
-        settings = replace(self.settings, strategy=strategy or self.settings.strategy)
-        return tune(settings, self.config.packing.target_delay, make_planner)
+        several = [replace(s, strategy=strategy or s.strategy) for s in self.candidates]
+        return tune(several, self.config.packing.target_delay, make_planner)
 
     def own_documents(self) -> Documents:
         """The documents of the recipe, from the cache or prepared now."""
@@ -61,8 +67,12 @@ class Recipe:
         """Planner on the documents of the recipe for given settings."""
         return partial(make_planner, self.own_documents())
 
-    def step_model(self) -> StepModel:
-        """The time model of one of the recipe's pipelines."""
+    def step_model(self, n: int = 0) -> StepModel:
+        """The time model of one of the recipe's pipelines.
+
+        Args:
+            n: micro-batches of a step over all pipelines; 0: the recipe's.
+        """
         p, dims = self.config.parallelism, self.dims
         value_bytes = getattr(torch, self.config.training.mixed_precision_param).itemsize
         plan = plan_pipeline(
@@ -70,7 +80,7 @@ class Recipe:
             schedule=p.pipeline_parallel_schedule,
             pp=dims.pp,
             stages_per_rank=p.pipeline_parallel_stages_per_rank,
-            m=self.settings.n // dims.dp,
+            m=(n or self.settings.n) // dims.dp,
             seq_len=self.config.training.seq_len,
             cost=self.settings.cost,
             device=DEVICES[self.device],
@@ -99,15 +109,8 @@ def resolve_recipe(config: JobConfig, *, ranks: int = 0, seed: int | None = None
     args = replace(llama_configs[config.model.flavor], vocab_size=tokenizer.padded_vocab_size)
     device = find_device(config.cost_model.device, torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
     profile = read_profile(config.cost_model.profile, args, tp=dims.tp)
-    settings = resolve_settings(
-        config.training,
-        config.packing,
-        n=resolve_batch(config, dims),
-        pp=dims.pp,
-        seed=config.debug.seed if seed is None else seed,
-        cost=build_cost_model(profile, device, args, tp=dims.tp, cp=dims.cp),
-    )
-    return Recipe(config, dims, tokenizer, args, device, profile, settings)
+    cost = build_cost_model(profile, device, args, tp=dims.tp, cp=dims.cp)
+    return Recipe(config, dims, tokenizer, args, device, profile, resolve_packing(config, dims, cost, seed))
 
 
 class Lengths:
@@ -129,4 +132,5 @@ class Lengths:
 
     def planner(self, settings: PackingSettings) -> StepPlanner:
         """Planner on these documents for given settings."""
-        return StepPlanner(settings, [len(self.lengths)], [1.0], lambda ids: self.lengths[ids])
+        order = DocumentOrder([len(self.lengths)], [1.0], self.lengths.__getitem__, settings.seed, settings.epochs)
+        return StepPlanner(settings, order)

@@ -40,7 +40,7 @@ COLUMNS = (
 
 def settings_to_compare(recipe: Recipe, documents: Lengths) -> Iterator[tuple[str, PackingSettings]]:
     """(setting, settings) of every row."""
-    base = recipe.settings
+    base = recipe.settings.split(1)
     yield "-", replace(base, strategy="plain")
     yield "-", replace(base, strategy="plain_whole")
     for window in (1, 2, 4, 8):
@@ -54,18 +54,18 @@ def settings_to_compare(recipe: Recipe, documents: Lengths) -> Iterator[tuple[st
     for price in (0.05, 0.1, 0.2, 0.4):
         yield f"delay_price {price}", replace(base, strategy="wlb", delay_price=price)
     tuned = recipe.tuned(documents.planner, "wlb")
-    yield f"delay_price {tuned.delay_price:.3g} (recipe)", tuned
+    yield f"delay_price {tuned.delay_price:.3g}, N {tuned.n} (recipe)", tuned
 
 
 def simulate(
-    planner: StepPlanner, steps: int, name: str, model: StepModel | None = None, dp: int = 1
+    planner: StepPlanner, steps: int, name: str, model: StepModel | None = None
 ) -> tuple[Quality, dict[str, list]]:
     """Quality of a planner and its trace: imbalance of every step, (delay, tokens) of every span; with a progress bar
     on a terminal.
 
     Args:
         name: shown beside the bar.
-        model, dp: time model of a pipeline, and how many there are; see quality.measure.
+        model: time model of a pipeline, see quality.measure.
     """
     trace: dict[str, list] = {"imbalance": [], "delay": [], "tokens": []}
     with tqdm(total=steps, desc=name, unit="step", leave=False, disable=None) as bar:
@@ -76,7 +76,7 @@ def simulate(
             trace["tokens"] += (plan.spans[:, 2] - plan.spans[:, 1]).tolist()
             bar.update()
 
-        return measure(planner, steps, WARMUP, each, model, dp), trace
+        return measure(planner, steps, WARMUP, each, model), trace
 
 
 def plot(traces: dict[str, dict[str, list]], path: str) -> None:
@@ -109,7 +109,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--plot", default="")
     arguments, rest = parser.parse_known_args(argv)
     recipe = resolve_recipe(load_config(rest), seed=arguments.seed)
-    documents, model = Lengths(arguments.lengths, recipe.config), recipe.step_model()
+    documents = Lengths(arguments.lengths, recipe.config)
     mean = documents.lengths.mean()
     print(f"{len(documents.lengths):,} documents, mean {mean:,.0f} tokens; {recipe.settings.describe()}")
     print(
@@ -120,7 +120,8 @@ def main(argv: list[str]) -> None:
     traces = {}
     for setting, settings in settings_to_compare(recipe, documents):
         name = f"{settings.strategy} {setting}"
-        quality, traces[name] = simulate(documents.planner(settings), arguments.steps, name, model, recipe.dims.dp)
+        model = recipe.step_model(settings.n)
+        quality, traces[name] = simulate(documents.planner(settings), arguments.steps, name, model)
         rows.append({"strategy": settings.strategy, "setting": setting} | quality.row())
         speed, of_plain = (r["tokens_per_step"] / r["step_time_s"] for r in (rows[-1], rows[0]))
         rows[-1]["over_plain"] = speed / of_plain

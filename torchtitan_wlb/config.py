@@ -7,39 +7,11 @@ config_manager.py reads files and flags, config_checks.py knows what does not go
 """
 
 import math
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat
+from pydantic import Field, PositiveFloat
 
-T = TypeVar("T")
-
-
-def _is_auto_or_positive(value: int) -> int:
-    if value != -1 and value < 1:
-        raise ValueError("must be -1 or at least 1")
-    return value
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
-
-
-def _as_tuple_or_auto(value: Any) -> Any:
-    return "auto" if value in ("auto", ["auto"], ("auto",)) else _as_tuple(value)
-
-
-Count = Annotated[int, Field(ge=1, le=2**40)]
-Natural = Annotated[int, Field(ge=0, le=2**40)]
-CountOrAuto = Annotated[int, Field(le=2**40), AfterValidator(_is_auto_or_positive)]
-NonNegative = Annotated[float, Field(ge=0)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
-Several = Annotated[tuple[T, ...], BeforeValidator(_as_tuple)]  # one value stands for a tuple of one
-SeveralOrAuto = Annotated[T | Literal["auto"], BeforeValidator(_as_tuple_or_auto)]
-
-
-class Section(BaseModel):
-    # TOML has types, so a number in quotes or a word for a flag is a mistake there.
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+from torchtitan_wlb.config_types import Count, CountOrAuto, Decay, Natural, NonNegative, Section, Several, SeveralOrAuto
 
 
 class Job(Section):
@@ -98,6 +70,11 @@ class Training(Section):
     global_batch_size: CountOrAuto = -1
     """Micro-batches per optimizer step over all ranks (N). -1: data-parallel degree x pipeline degree, as in the paper
     (twice that for DualPipeV, which needs it)."""
+    micro_batch_tokens: CountOrAuto | Literal["auto"] = -1
+    """Mean tokens of a micro-batch; a step draws global_batch_size x as many. -1: training.seq_len. Smaller ones shrink
+    the bubble of a pipeline (wlb and wlb_paper; long documents still fit, up to packing.max_len_factor). auto: each of
+    the global_batch_size windows of tokens is split into 1 to 8 micro-batches, as many as are predicted fastest within
+    packing.target_delay."""
     max_skipped_steps: Count = 10
     """A step whose gradient is not finite changes no weight; after so many in a row the run ends with an error."""
     max_norm: NonNegative = 1.0
@@ -149,6 +126,12 @@ class Packing(Section):
     them. auto: the best balance on the documents within target_delay, found at the first step."""
     window: Annotated[int, Field(ge=1, le=1024)] = 1
     """fixed, fixed_solver: global batches that are repacked together."""
+    max_step_tokens_factor: Annotated[float, Field(ge=0, le=1000)] = 0.0
+    """wlb: a step trains at most so many times its mean tokens, but for documents at max_delay_steps; 0: no limit. The
+    optimizer then sees steps of more even size."""
+    settings_from: str = ""
+    """packing_settings.json of another run: pack as it did, so that two layouts train the same documents in the same
+    steps. Empty: resolved for this layout."""
     solver_nodes: Count = 10
     """fixed_solver: nodes that the integer program may search a step (a time limit would not be the same on all
     ranks)."""

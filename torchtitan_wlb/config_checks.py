@@ -14,11 +14,19 @@ from torchtitan_wlb.cost.cost_model import CostModel
 from torchtitan_wlb.data.sources import SOURCES
 from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.models.llama import llama_configs
-from torchtitan_wlb.packing.settings import resolve_settings
+from torchtitan_wlb.packing.objective import StepObjective
+from torchtitan_wlb.packing.settings import PackingSettings, resolve_settings
 from torchtitan_wlb.parallelisms.parallel_dims import ParallelDims
-from torchtitan_wlb.parallelisms.schedules import SPLIT_SCHEDULES, count_stages, default_micro_batches, schedule_problem
+from torchtitan_wlb.parallelisms.schedules import (
+    SPLIT_SCHEDULES,
+    bubble,
+    count_stages,
+    default_micro_batches,
+    schedule_problem,
+)
 
 Problems = Iterator[str]
+SPLITS = (1, 2, 3, 4, 6, 8)  # micro-batches that training.micro_batch_tokens = "auto" tries in the place of one
 _ANY_COST = CostModel(pair_flops=1.0, token_cost=1.0, knots=(1,), rates=(1.0,))  # limits do not depend on costs
 
 
@@ -97,6 +105,41 @@ def resolve_batch(config: JobConfig, dims: ParallelDims) -> int:
     return dims.dp * default_micro_batches(config.parallelism.pipeline_parallel_schedule, dims.pp) if n == -1 else n
 
 
+def resolve_packing(
+    config: JobConfig, dims: ParallelDims, cost: CostModel, seed: int | None = None
+) -> list[PackingSettings]:
+    """The packing settings of a fresh run in this layout; several where training.micro_batch_tokens is "auto", one for
+    every number of micro-batches that tuning.tune may choose.
+
+    Args:
+        cost: workload model to freeze. seed: of the order of the documents, debug.seed without.
+    """
+    p, n = config.parallelism, resolve_batch(config, dims)
+    schedule, may_split = p.pipeline_parallel_schedule, config.packing.strategy.startswith("wlb")
+    found = []
+    for split in SPLITS if config.training.micro_batch_tokens == "auto" and may_split else (1,):
+        if split > 1 and any(batch_problems(split * n, dims, schedule)):
+            continue
+        m = split * n // dims.dp
+        legal = m and not any(batch_problems(split * n, dims, schedule))  # else another check says what is not
+        found.append(
+            resolve_settings(
+                config.training,
+                config.packing,
+                n=split * n,
+                split=split,
+                objective=StepObjective(
+                    dims.dp if n % dims.dp == 0 else 1,
+                    bubble(schedule, dims.pp, m, p.pipeline_parallel_stages_per_rank) if legal else 0.0,
+                ),
+                pp=dims.pp,
+                seed=config.debug.seed if seed is None else seed,
+                cost=cost,
+            )
+        )
+    return found
+
+
 def check_batch(config: JobConfig, dims: ParallelDims) -> Problems:
     yield from batch_problems(resolve_batch(config, dims), dims, config.parallelism.pipeline_parallel_schedule)
 
@@ -150,8 +193,18 @@ def check_packing(config: JobConfig, dims: ParallelDims) -> Problems:
         )
     if window % config.training.length_multiple:
         return  # check_lengths says so
+    mean = config.training.micro_batch_tokens
+    if isinstance(mean, int) and mean not in (-1, window) and (mean > window or not k.strategy.startswith("wlb")):
+        legal = f"1 to {window}" if k.strategy.startswith("wlb") else f"-1 or {window} with {k.strategy}"
+        yield f"--training.micro_batch_tokens {mean}: legal are {legal} (--training.seq_len)"
+        return
     n = resolve_batch(config, dims)
-    settings = resolve_settings(config.training, k, n=n, pp=dims.pp, seed=0, cost=_ANY_COST)
+    settings = resolve_packing(config, dims, _ANY_COST)[0]
+    if 0 < settings.max_step_tokens < max(window, n * settings.micro_batch_tokens):
+        yield (
+            f"--packing.max_step_tokens_factor {k.max_step_tokens_factor}: must be 0 or at least 1, with room for one "
+            f"document of --training.seq_len {window}"
+        )
     unit = dims.cp * math.lcm(2, dims.tp)
     if k.strategy.startswith("wlb") and settings.s_max % unit and not window % unit:
         yield (
@@ -239,6 +292,8 @@ def settings_without_effect(config: JobConfig) -> list[str]:
         ("packing", "delay_price", k.strategy != "wlb", "only wlb uses it"),
         ("packing", "max_delay_steps", k.strategy.startswith("plain"), "nothing waits"),
         ("packing", "max_tokens_in_flight", k.strategy != "wlb", "only wlb uses it"),
+        ("packing", "max_step_tokens_factor", k.strategy != "wlb", "only wlb uses it"),
+        ("training", "micro_batch_tokens", not k.strategy.startswith("wlb"), "only wlb and wlb_paper use it"),
         ("packing", "outlier_thresholds", k.strategy != "wlb_paper", "only wlb_paper uses it"),
         ("packing", "max_len_factor", not k.strategy.startswith("wlb"), "only wlb and wlb_paper use it"),
         ("packing", "window", not k.strategy.startswith("fixed"), "only fixed and fixed_solver use it"),

@@ -7,7 +7,7 @@ ranges and what must agree are checked when it is read.
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, TypeAdapter
 
 from torchtitan_wlb.config import JobConfig
 from torchtitan_wlb.cost.profile import Profile
@@ -16,6 +16,7 @@ from torchtitan_wlb.errors import ConfigError, first_reason
 from torchtitan_wlb.packing.settings import PackingSettings, differences, fields_left_open
 
 FILE = "run_state.json"
+_SETTINGS = TypeAdapter(PackingSettings)
 
 
 class _Typed(BaseModel):
@@ -76,6 +77,32 @@ def read_run_state(checkpoint: Path) -> RunState:
             "move the checkpoint away"
         ) from error
     return state
+
+
+def write_settings(path: Path, settings: PackingSettings) -> None:
+    """For packing.settings_from of another run."""
+    path.write_text(_SETTINGS.dump_json(settings, indent=2).decode())
+
+
+def read_settings(path: Path, configured: PackingSettings, config: JobConfig) -> PackingSettings:
+    """The settings that another run wrote.
+
+    Args:
+        configured: as this run would resolve them.
+
+    Raises:
+        ConfigError: no such file, or the configuration asks for something else.
+    """
+    try:
+        settings = _SETTINGS.validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--packing.settings_from {path}: not the packing_settings.json of a run ({first_reason(error)})"
+        ) from error
+    left_open = fields_left_open(config.training, config.packing)
+    if problems := differences(settings, configured, left_open, made_with=f"{path} has"):
+        raise ConfigError(*problems)
+    return settings
 
 
 def identity(config: JobConfig, tokenizer: Tokenizer, profile: Profile | None) -> dict[str, str]:

@@ -33,6 +33,7 @@ from torchtitan_wlb.data.step_builder import Layout, StepBatch, StepBuilder
 from torchtitan_wlb.data.tokenizer import Tokenizer
 from torchtitan_wlb.models.kernels import SDPA
 from torchtitan_wlb.models.llama import llama_configs
+from torchtitan_wlb.packing.objective import StepObjective
 from torchtitan_wlb.packing.settings import resolve_settings
 from torchtitan_wlb.packing.tuning import tune
 from torchtitan_wlb.parallelisms.parallel_dims import ParallelDims
@@ -69,8 +70,8 @@ def steps_of(strategy: str, multiple: int, cache: str) -> tuple[Iterator[StepBat
     documents = load_synthetic(config, WINDOW)
     args = replace(llama_configs["debugmodel"], vocab_size=384)
     cost = build_cost_model(None, "cpu", args, tp=1, cp=1)
-    settings = resolve_settings(t, config.packing, n=N, pp=1, seed=0, cost=cost)
-    settings = tune(settings, config.packing.target_delay, partial(make_planner, documents))
+    settings = resolve_settings(t, config.packing, n=N, objective=StepObjective(1, 0.0), seed=0, cost=cost)
+    settings = tune([settings], config.packing.target_delay, partial(make_planner, documents))
     layout = Layout(
         dp=1, dp_rank=0, cp=1, cp_rank=0, tp=TP, tp_rank=dist.get_rank(), sharding="adaptive",
         kernel_cost=analytic_kernel_cost(DEVICES["cpu"], 1.0, 1.0), step_model=without_pipelining(N),

@@ -25,8 +25,13 @@ from torchtitan_wlb.packing.quality import measure
 from torchtitan_wlb.packing.settings import PackingSettings
 from torchtitan_wlb.packing.solver import solve
 from torchtitan_wlb.packing.spans import lengths, longest_first
+from torchtitan_wlb.packing.tuning import tune
 
-RECIPE = ["--job.config_file", "train_configs/llama_7b_128k_wlb.toml"]
+# With micro-batches of a window on average, as the paper's.
+RECIPE = [
+    "--job.config_file", "train_configs/llama_7b_128k_wlb.toml",
+    "--training.global_batch_size", "-1", "--training.micro_batch_tokens", "-1",
+]  # fmt: skip
 SEEDS = range(5)
 
 
@@ -60,8 +65,8 @@ def compare(recipe: Recipe, documents: Lengths, steps: int) -> list[dict]:
 def auto(name: str, recipe: Recipe, make_planner: MakePlanner, steps: int) -> dict:
     """wlb with delay_price found on the documents, beside plain; with at least 4 micro-batches a step."""
     base = replace(recipe.settings, n=max(4, recipe.settings.n))
-    recipe = replace(recipe, settings=replace(base, delay_price=0.0))
-    tuned = recipe.tuned(make_planner, "wlb")
+    free = replace(base, strategy="wlb", delay_price=0.0)
+    tuned = tune([free], recipe.config.packing.target_delay, make_planner)
     wlb, plain = (mean_quality(make_planner, s, steps) for s in (tuned, replace(base, strategy="plain")))
     excess = (wlb["imbalance_mean"] - 1) / (plain["imbalance_mean"] - 1)
     row = {"documents": name, "delay_price": tuned.delay_price, "wlb": wlb, "plain": plain, "excess_of_plain": excess}

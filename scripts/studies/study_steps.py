@@ -30,7 +30,11 @@ from torchtitan_wlb.packing.quality import slowest_pipeline
 from torchtitan_wlb.packing.settings import PackingSettings
 from torchtitan_wlb.packing.spans import lengths
 
-RECIPE = ["--job.config_file", "train_configs/llama_7b_128k_wlb.toml"]
+# With micro-batches of a window on average, as the paper's.
+RECIPE = [
+    "--job.config_file", "train_configs/llama_7b_128k_wlb.toml",
+    "--training.global_batch_size", "-1", "--training.micro_batch_tokens", "-1",
+]  # fmt: skip
 # window, (TP, CP, PP, DP): the paper's 7B, then more replicas, then a longer context-parallel group.
 LAYOUTS = (
     (65536, (4, 2, 4, 1)),
@@ -80,7 +84,7 @@ class Layout:
             shards = choose_plan(lengths(plan.micro_batch(b)).tolist(), t, self.cp, sharding, self.kernel)
             attention[b] = self.layers * attention_seconds(shards, self.kernel).max()
         linear = settings.cost.token_cost * tokens + settings.cost.fixed_cost
-        return slowest_pipeline(plan, attention, linear, tokens, self.model, self.dp, settings.balances)
+        return slowest_pipeline(plan, attention, linear, tokens, settings, self.model, self.dp)
 
 
 def study(layout: Layout, documents: Lengths, steps: int) -> list[dict]:

@@ -164,6 +164,24 @@ def test_resume_in_another_layout(corpus, straight, tmp_path, name, degrees, pro
     assert series(folder, "loss") == pytest.approx(series(straight, "loss"), rel=1e-5)
 
 
+def test_another_layout_trains_the_same_documents_with_the_settings_of_a_run(corpus, straight, tmp_path):
+    short = [*corpus, *layout(pp=2), "--checkpoint.enable=false", "--training.steps", "6"]
+    source = straight / "packing_settings.json"
+    out = train([*short, "--job.dump_folder", str(tmp_path / "same"), "--packing.settings_from", str(source)])
+    assert series(tmp_path / "same", "data_hash") == series(straight, "data_hash")[:6]
+    assert series(tmp_path / "same", "loss") == pytest.approx(series(straight, "loss")[:6], rel=1e-5)
+    assert out.count("Documents are packed for StepObjective(dp=2, bubble=0.0); this layout is StepObjective(dp=1") == 1
+    assert (tmp_path / "same" / "packing_settings.json").read_text() == source.read_text()
+    # A fresh one packs for its own layout, and may take more and smaller micro-batches.
+    train([*short, "--job.dump_folder", str(tmp_path / "own"), "--training.micro_batch_tokens", "auto"])
+    own = json.loads((tmp_path / "own" / "packing_settings.json").read_text())
+    assert (
+        own["objective"] == {"dp": 1, "bubble": 1.0} and own["n"] > 4 and own["n"] * own["micro_batch_tokens"] <= 2048
+    )
+    assert np.mean(series(tmp_path / "own", "tokens")) == pytest.approx(2048, rel=0.3)
+    assert series(tmp_path / "own", "data_hash") != series(straight, "data_hash")[:6]
+
+
 def test_mistakes_on_resume_and_at_start_are_named_once(corpus, straight, tmp_path):
     folder = forked(straight, tmp_path / "run")
     flags = [*corpus, *layout(dp=2), "--job.dump_folder", str(folder)]
@@ -248,10 +266,11 @@ def test_loggers_validation_profile_and_end_of_data(corpus, tmp_path):
 
 
 def test_the_quick_start_learns_smoothly_and_as_one_process_does(tmp_path):
-    """The recipe as it is, on its own documents: in its layout, and in one process, which groups the same documents of a step otherwise (its cost model has no context parallelism)."""
+    """The recipe as it is, on its own documents: in its layout, and in one process with the packing of the first run (by itself, where nothing waits, no document would)."""
     recipe = ["--job.config_file", "train_configs/debug_cpu.toml", "--metrics.enable_color=false"]
     train([*recipe, "--job.dump_folder", str(tmp_path / "four")], processes=4)
-    train([*recipe, *layout(), "--job.dump_folder", str(tmp_path / "one")], processes=1, OMP_NUM_THREADS="2")
+    same = ["--packing.settings_from", str(tmp_path / "four" / "packing_settings.json")]
+    train([*recipe, *layout(), *same, "--job.dump_folder", str(tmp_path / "one")], processes=1, OMP_NUM_THREADS="2")
     four, one = series(tmp_path / "four", "loss"), series(tmp_path / "one", "loss")
     assert len(four) == 30 and [f"{x:.3f}" for x in four] == [f"{x:.3f}" for x in one]
     assert four[-1] < four[0] - 2 and max(b - a for a, b in pairwise(four)) < 0.3

@@ -7,7 +7,8 @@ from typing import get_args
 import pytest
 
 from torchtitan_wlb.config import Parallelism, Training
-from torchtitan_wlb.config_checks import resolve_batch, settings_without_effect, validate
+from torchtitan_wlb.config_checks import _ANY_COST as ANY_COST
+from torchtitan_wlb.config_checks import resolve_batch, resolve_packing, settings_without_effect, validate
 from torchtitan_wlb.config_manager import MOVED, SECTIONS, help_text, load_config
 from torchtitan_wlb.errors import ConfigError
 
@@ -86,6 +87,10 @@ BAD = [
     (["--checkpoint.folder", "/dev/null/x"], 4, r"checkpoint.folder /dev/null/x: must be the name of a folder under --job.dump_folder"),
     (["--metrics.save_tb_folder", "../tb"], 4, r"save_tb_folder ../tb: must be the name"),
     (["--parallelism.reshard_after_forward", "always", "--parallelism.pipeline_parallel_schedule", "ZBVZeroBubble"], 4, r"ZBVZeroBubble splits backward, which then loses"),
+    (["--training.micro_batch_tokens", "5000"], 4, r"micro_batch_tokens 5000: legal are 1 to 4096"),
+    (["--training.micro_batch_tokens", "2048", "--packing.strategy", "plain"], 4, r"2048: legal are -1 or 4096 with plain"),
+    (["--training.micro_batch_tokens", "half"], 4, r"micro_batch_tokens half: input should be"),
+    (["--packing.max_step_tokens_factor", "0.5"], 4, r"max_step_tokens_factor 0.5: must be 0 or at least 1"),
     (["--model.flavor", "9B"], 4, r"model.flavor 9B: legal are debugmodel, "),
     (["--training.dataset", "wikipedia"], 4, r"training.dataset wikipedia: legal are stdlib, "),
     (["--training.dataset", "text"], 4, r"dataset text needs --training.dataset_path"),
@@ -191,3 +196,14 @@ def test_all_problems_come_in_one_message(tmp_path):
         "--metrics.log_freq often: input should be a valid integer",
     ):
         assert part in text
+
+
+def test_auto_offers_what_the_schedule_takes_with_the_same_tokens():
+    def sizes(*flags):
+        config = load_config([*DEBUG, "--training.micro_batch_tokens", "auto", *flags])
+        return [(s.n, s.micro_batch_tokens) for s in resolve_packing(config, validate(config, 4), ANY_COST)]
+
+    assert sizes() == [(4 * k, 4096 // k) for k in (1, 2, 3, 4, 6, 8)]
+    uneven = ["--training.global_batch_size", "3", "--parallelism.pipeline_parallel_schedule", "Interleaved1F1B"]
+    assert [n for n, _ in sizes(*uneven)] == [3 * k for k in (1, 2, 4, 6, 8) if 3 * k % max(1, 3 * k // 2) == 0]
+    assert sizes("--packing.strategy", "plain") == [(4, 4096)]

@@ -18,6 +18,7 @@ from torchtitan_wlb.data.tokenizer import _LLAMA3_PATTERN, Tokenizer
 from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.loss import IGNORE_INDEX
 from torchtitan_wlb.packing.document_order import DocumentOrder, permute
+from torchtitan_wlb.packing.objective import StepObjective
 from torchtitan_wlb.packing.settings import resolve_settings
 from torchtitan_wlb.packing.spans import as_spans
 
@@ -214,7 +215,7 @@ def builder(documents: Documents) -> StepBuilder:
     unused = analytic_kernel_cost(DEVICES["cpu"], 1.0, 1.0)
     layout = Layout(1, 0, 1, 0, 1, 0, "adaptive", unused, without_pipelining(1))
     training = Training(seq_len=16, seq_len_multiple=4)
-    settings = resolve_settings(training, Packing(), n=1, pp=1, seed=0, cost=COST)
+    settings = resolve_settings(training, Packing(), n=1, objective=StepObjective(1, 0.0), seed=0, cost=COST)
     return StepBuilder(documents, settings, layout)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 # From the ground up; a module imports from its own floor's package or from floors below it.
 FLOORS = [
-    ["errors", "logger", "parent", "torch_private"],
+    ["errors", "logger", "parent", "config_types", "torch_private"],
     ["folders"],
     ["config", "loss"],
     ["cost"],
@@ -19,7 +19,7 @@ FLOORS = [
     ["optimizer", "run_state"],
     ["checkpoint", "metrics", "config_manager", "config_checks"],
 ]
-WITHOUT_TORCH = ["errors", "logger", "config", "config_manager", "cost", "packing"]
+WITHOUT_TORCH = ["errors", "logger", "config_types", "config", "config_manager", "cost", "packing"]
 PLANS_WITHOUT_TORCH = ["shard_plan", "hybrid", "selection", "traffic"]
 
 

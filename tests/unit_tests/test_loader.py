@@ -20,6 +20,7 @@ from torchtitan_wlb.data.documents import Documents
 from torchtitan_wlb.data.prepare import SourceSpec
 from torchtitan_wlb.data.step_builder import Layout, StepBuilder
 from torchtitan_wlb.data.tokenizer import Tokenizer
+from torchtitan_wlb.packing.objective import StepObjective
 from torchtitan_wlb.packing.planner import StepPlanner
 from torchtitan_wlb.packing.settings import resolve_settings
 
@@ -37,7 +38,12 @@ def documents(tmp_path_factory):
 
 def load(documents, state=None, workers=0, n=4, epochs=0, cp=2):
     settings = resolve_settings(
-        Training(seq_len=128, epochs=epochs), Packing(delay_price=0.2), n=n, pp=1, seed=0, cost=COST
+        Training(seq_len=128, epochs=epochs),
+        Packing(delay_price=0.2),
+        n=n,
+        objective=StepObjective(n, 0.0),
+        seed=0,
+        cost=COST,
     )
     kernel_cost = analytic_kernel_cost(DEVICES["cpu"], 1.0, 1.0)
     layout = Layout(1, 0, cp, 1, 1, 0, "adaptive", kernel_cost, without_pipelining(n))

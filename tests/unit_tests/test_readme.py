@@ -35,8 +35,21 @@ def test_the_picture_of_the_folders_is_the_order_of_imports():
     ]
 
 
+def python(containing: str) -> str:
+    (code,) = (c for c in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if containing in c)
+    return code
+
+
+def test_the_balancer_of_the_readme_balances():
+    names: dict = {}
+    exec(python("Balancer("), names)
+    assert names["rank"] == 1 and len(names["micro_batches"]) == 16 and names["step"].waiting == 0
+    step = [next(names["steps"]) for _ in range(3)][-1]
+    assert len(step.ranks) == 1 and len(step.ranks[0]) == 8
+
+
 def test_the_packer_of_the_readme_packs():
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    code = python("class ByTokens")
     assert len(code.split("class ")[1].splitlines()) <= 20
     names: dict = {}
     exec(code, names)

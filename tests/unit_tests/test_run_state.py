@@ -11,9 +11,19 @@ from torchtitan_wlb.config import JobConfig
 from torchtitan_wlb.cost.cost_model import CostModel
 from torchtitan_wlb.data.tokenizer import Tokenizer
 from torchtitan_wlb.errors import ConfigError
+from torchtitan_wlb.packing.document_order import DocumentOrder
+from torchtitan_wlb.packing.objective import StepObjective
 from torchtitan_wlb.packing.planner import StepPlanner
 from torchtitan_wlb.packing.settings import resolve_settings
-from torchtitan_wlb.run_state import PlannerState, RunState, check_identity, identity, read_run_state
+from torchtitan_wlb.run_state import (
+    PlannerState,
+    RunState,
+    check_identity,
+    identity,
+    read_run_state,
+    read_settings,
+    write_settings,
+)
 
 COST = CostModel(pair_flops=0.05, token_cost=1.0, knots=(1,), rates=(1.0,))
 LENGTHS = np.minimum(np.random.default_rng(0).lognormal(3, 1, 500), 126).astype(int) + 2
@@ -25,11 +35,15 @@ def config(**sections) -> JobConfig:
 
 def resolve(c: JobConfig, cost=COST, pp=1):
     n = 4 if c.training.global_batch_size == -1 else c.training.global_batch_size
-    return resolve_settings(c.training, c.packing, n=n, pp=pp, seed=c.debug.seed, cost=cost)
+    return resolve_settings(
+        c.training, c.packing, n=n, objective=StepObjective(n, 0.0), pp=pp, seed=c.debug.seed, cost=cost
+    )
 
 
 def planner(settings) -> StepPlanner:
-    return StepPlanner(settings, [200, 300], [1.0, 2.0], lambda ids: LENGTHS[ids])
+    return StepPlanner(
+        settings, DocumentOrder([200, 300], [1.0, 2.0], LENGTHS.__getitem__, settings.seed, settings.epochs)
+    )
 
 
 def made(c: JobConfig, steps=5) -> RunState:
@@ -170,3 +184,18 @@ def test_settings_are_what_json_gives_back():
     table = json.loads(json.dumps(asdict(settings)))
     state = json.loads(made(config()).model_dump_json()) | {"settings": table}
     assert RunState.model_validate_json(json.dumps(state)).settings == settings
+
+
+def test_another_run_packs_by_the_settings_of_a_file(tmp_path):
+    path, c = tmp_path / "packing_settings.json", config()
+    settings = replace(resolve(c), delay_price=0.2, thresholds=(40, 70))
+    write_settings(path, settings)
+    elsewhere = resolve(config(training={"seq_len": 128, "global_batch_size": -1}), cost=replace(COST, token_cost=3.0))
+    assert read_settings(path, elsewhere, config(training={"seq_len": 128})) == settings
+    with pytest.raises(ConfigError, match=r"--training.seq_len: .*packing_settings.json has 128, configured is 256"):
+        other = config(training={"seq_len": 256, "global_batch_size": 4})
+        read_settings(path, resolve(other), other)
+    for text in ("", "[]", path.read_text().replace('"n": 4', '"n": -4')):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=r"--packing.settings_from .*not the packing_settings.json of a run"):
+            read_settings(path, settings, c)

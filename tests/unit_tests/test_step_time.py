@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from torchtitan_wlb.cost.step_time import KINDS, StageCosts, StepModel, without_pipelining
-from torchtitan_wlb.parallelisms.schedules import count_stages, schedule_actions, schedule_problem
+from torchtitan_wlb.parallelisms.schedules import bubble, count_stages, schedule_actions, schedule_problem
 
 SCHEDULES = [
     ("GPipe", 1),
@@ -107,3 +107,12 @@ def test_one_rank_and_a_circle():
     assert without_pipelining(3).choose_order(np.arange(3.0), np.ones(3)) == [0, 1, 2]
     with pytest.raises(ValueError, match="wait for each other"):
         StepModel([[("B", 0, 0), ("F", 0, 0)], [("F", 1, 0), ("B", 1, 0)]], StageCosts((0.5, 0.5), (0.5, 0.5)))
+
+
+@pytest.mark.parametrize("pp, m", [(2, 4), (4, 4), (4, 16)])
+def test_the_bubble_is_that_of_the_textbook(pp, m):
+    for schedule, v in (("1F1B", 1), ("GPipe", 1), ("Interleaved1F1B", 2), ("LoopedBFS", 2)):
+        assert bubble(schedule, pp, m) == pytest.approx((pp - 1) / v)
+    assert bubble("Interleaved1F1B", pp, m, 4) == pytest.approx((pp - 1) / 4)
+    assert 0 < bubble("InterleavedZeroBubble", pp, m) < (pp - 1) / 2
+    assert bubble("1F1B", 1, m) == 0.0

@@ -46,6 +46,11 @@ class CostModel:
         if least <= 0 or min(self.fixed_cost, self.head_share) < 0 or len(self.knots) != len(self.rates):
             raise ValueError("costs must be positive, with one rate for every knot")
 
+    @staticmethod
+    def of_equal_length(tokens: float) -> "CostModel":
+        """Costs in units of a token's linear work, attention as dear as the rest for a document of some tokens."""
+        return CostModel(pair_flops=2 / (tokens + 1), token_cost=1.0, knots=(1,), rates=(1.0,))
+
     def attention(self, lengths: np.ndarray) -> np.ndarray:
         """Seconds of attention of whole documents, [n] for lengths [n]."""
         d = np.asarray(lengths, dtype=np.float64)

@@ -153,11 +153,21 @@ class StepModel:
                 row = max(before, source)
         return StepTime(float(ends.max()), busy, path[::-1])
 
+    def timeline(
+        self, attention: np.ndarray, linear: np.ndarray, tokens: np.ndarray | None = None
+    ) -> list[tuple[int, Action, float, float]]:
+        """(rank, action, begin, end) of everything that a step computes; arguments as for `predict`."""
+        seconds = self.costs.seconds(attention, linear)
+        ends = self._finish(seconds, self._transfer(tokens), np.arange(self.n_micro_batches)[None])[:, 0]
+        took = [float(seconds[KINDS.index(kind), stage, i]) for _, (kind, stage, i), *_ in self._rows]
+        return [(row[0], row[1], float(end) - t, float(end)) for row, end, t in zip(self._rows, ends, took)]
+
     def choose_order(self, attention: np.ndarray, linear: np.ndarray, tokens: np.ndarray | None = None) -> list[int]:
         """Micro-batches in the order with the shortest predicted step (the given one, if none is shorter).
 
-        All orders of few micro-batches, beyond that the best swap of two, again and again. Decided on whole numbers, so
-        that ranks with other rounding of floats agree.
+        All orders of few micro-batches, beyond that the best swap of two, again and again, from the given order or from
+        the one with the longest in the middle. Decided on whole numbers, so that ranks with other rounding of floats
+        agree.
         """
         m = self.n_micro_batches
         order = np.arange(m)
@@ -171,7 +181,10 @@ class StepModel:
             return orders[self._finish(seconds, transfer, orders).max(0).argmin()].tolist()
         pairs = np.array(list(itertools.combinations(range(m), 2)))
         pairs = pairs[:: -(-len(pairs) // MOST_SWAPS)]
-        best = self._finish(seconds, transfer, order[None]).max()
+        falling = np.argsort(-seconds.sum(axis=(0, 1)), kind="stable")
+        starts = np.stack([order, np.concatenate([falling[1::2][::-1], falling[::2]])])
+        times = self._finish(seconds, transfer, starts).max(0)
+        best, order = times.min(), starts[times.argmin()]
         for _ in range(max(3, min(ROUNDS, 20_000 // len(self._rows)))):
             orders = np.tile(order, (len(pairs), 1))
             rows = np.arange(len(pairs))

@@ -14,12 +14,14 @@ from torchdata.nodes import BaseNode, Loader, ParallelMapper, PinMemory
 
 from torchtitan_wlb.data.documents import Documents
 from torchtitan_wlb.data.step_builder import StepBatch, StepBuilder
+from torchtitan_wlb.packing.document_order import DocumentOrder
 from torchtitan_wlb.packing.planner import StepPlan, StepPlanner
 from torchtitan_wlb.packing.settings import PackingSettings
 
 
 def make_planner(documents: Documents, settings: PackingSettings) -> StepPlanner:
-    return StepPlanner(settings, documents.sizes, documents.weights, documents.lengths)
+    order = DocumentOrder(documents.sizes, documents.weights, documents.lengths, settings.seed, settings.epochs)
+    return StepPlanner(settings, order)
 
 
 class StepPlans(BaseNode[StepPlan]):

@@ -89,7 +89,7 @@ class StepBuilder:
 
     def __call__(self, plan: StepPlan) -> StepBatch:
         s, layout = self.settings, self.layout
-        hands = deal(plan.work.tolist(), layout.dp, plan.step, sort=s.balances)
+        hands = deal(plan.work.tolist(), layout.dp, plan.step, sort=s.sorts_over(layout.dp))
         padded = [padded_length(t, layout.cp, layout.tp, s.seq_len_multiple) for t in plan.padded.tolist()]
         built = [self.micro_batch(plan.micro_batch(b), int(plan.padded[b])) for b in hands[layout.dp_rank]]
         micro_batches = [mb for mb, _ in built]

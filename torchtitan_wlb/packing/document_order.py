@@ -1,4 +1,4 @@
-"""Document order: an endless, seeded shuffle of every epoch, without a list of the corpus.
+"""Document order: an endless, seeded shuffle of every epoch, without a list of the corpus; or a stream's own order.
 
 The order of an epoch is a permutation computed position by position: a Feistel network over the smallest even number of
 bits that holds n, walked until the result is below n (cycle walking). So the state is a cursor per source, and any
@@ -6,7 +6,9 @@ position costs the same.
 Several sources are mixed by tokens: the next document comes from the source that is furthest behind its share.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Protocol
 
 import numpy as np
 
@@ -34,8 +36,36 @@ def permute(positions: np.ndarray, n: int, key: tuple[int, ...]) -> np.ndarray:
     return out.astype(np.int64)
 
 
-class DocumentOrder:
-    """The order in which documents are drawn: look ahead with `peek`, draw with `advance`.
+class Order(Protocol):
+    """The order in which documents are drawn: look ahead with `peek`, draw with `advance`."""
+
+    drawn_tokens: list[int]  # of every source
+
+    def peek(self, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        """The next documents, as many as it takes to reach some tokens (all that are left, if they do not).
+
+        Returns:
+            (ids [k], lengths [k]) in order; the last one is the first to reach `tokens`.
+        """
+
+    def advance(self, ids: np.ndarray) -> None:
+        """Draw the documents that `peek` showed first (a prefix of its ids)."""
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether every document has been drawn."""
+
+    def tokens_of(self, ids: np.ndarray) -> np.ndarray:
+        """Most tokens that documents [k] may have, [k]. Raises ValueError for ids that do not exist."""
+
+    def state(self) -> dict: ...
+
+    def restore(self, state: dict) -> None:
+        """Raises ValueError for what `state` cannot have returned."""
+
+
+class DocumentOrder(Order):
+    """A shuffle of the documents of some sources.
 
     Args:
         sizes: documents of every source; ids run through the sources.
@@ -61,11 +91,6 @@ class DocumentOrder:
         self.restore({"cursor": [0] * len(sizes), "drawn_tokens": [0] * len(sizes)})
 
     def peek(self, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """The next documents, as many as it takes to reach some tokens (all that are left, if they do not).
-
-        Returns:
-            (ids [k], lengths [k]) in order; the last one is the first to reach `tokens`.
-        """
         keys, ids, lengths = [], [], []
         for i in range(len(self.sizes)):
             self._buffer(i, tokens)
@@ -80,7 +105,6 @@ class DocumentOrder:
         return np.concatenate(ids)[order][:k], merged[:k]
 
     def advance(self, ids: np.ndarray) -> None:
-        """Draw the documents that `peek` showed first (a prefix of its ids)."""
         first = np.cumsum([0, *self.sizes])
         source = np.searchsorted(first, ids, side="right") - 1
         for i, k in enumerate(np.bincount(source, minlength=len(self.sizes)).tolist()):
@@ -90,7 +114,6 @@ class DocumentOrder:
 
     @property
     def exhausted(self) -> bool:
-        """Whether every document of every epoch has been drawn."""
         return bool(self.epochs) and all(c >= n * self.epochs for c, n in zip(self.cursor, self.sizes))
 
     def _buffer(self, i: int, tokens: int) -> None:
@@ -111,8 +134,12 @@ class DocumentOrder:
     def state(self) -> dict:
         return {"cursor": list(self.cursor), "drawn_tokens": list(self.drawn_tokens)}
 
+    def tokens_of(self, ids: np.ndarray) -> np.ndarray:
+        if ((ids < 0) | (ids >= sum(self.sizes))).any():
+            raise ValueError("a document that does not exist")
+        return self.lengths(ids)
+
     def restore(self, state: dict) -> None:
-        """Raises ValueError for what `state` cannot have returned."""
         self.cursor, self.drawn_tokens = list(state["cursor"]), list(state["drawn_tokens"])
         if not len(self.cursor) == len(self.drawn_tokens) == len(self.sizes):
             raise ValueError(f"{len(self.cursor)} sources, not {len(self.sizes)}")
@@ -122,3 +149,51 @@ class DocumentOrder:
             raise ValueError(f"{self.cursor} documents drawn of {self.sizes} in {self.epochs} epochs")
         nothing = np.zeros(0, dtype=np.int64)
         self._ahead = [(nothing, nothing)] * len(self.sizes)
+
+
+class StreamOrder(Order):
+    """Documents as an iterator of lengths gives them; ids count from 0. To go on from a state, give an iterator that
+    starts at the first document again: what was drawn is passed over."""
+
+    def __init__(self, lengths: Iterator[int]):
+        self._lengths = lengths
+        self._ahead: list[int] = []
+        self._ended = False
+        self.cursor, self.drawn_tokens = 0, [0]
+
+    def peek(self, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        known, k = 0, 0
+        while known < tokens and (k < len(self._ahead) or self._read()):
+            known, k = known + self._ahead[k], k + 1
+        return np.arange(self.cursor, self.cursor + k), np.array(self._ahead[:k], dtype=np.int64)
+
+    def advance(self, ids: np.ndarray) -> None:
+        self.drawn_tokens[0] += sum(self._ahead[: len(ids)])
+        self.cursor += len(ids)
+        del self._ahead[: len(ids)]
+
+    @property
+    def exhausted(self) -> bool:
+        return not self._ahead and not self._read()
+
+    def tokens_of(self, ids: np.ndarray) -> np.ndarray:
+        if ((ids < 0) | (ids >= self.cursor)).any():
+            raise ValueError("a document that has not been drawn")
+        return np.full(len(ids), self.drawn_tokens[0])
+
+    def _read(self) -> bool:
+        length = None if self._ended else next(self._lengths, None)
+        self._ended = length is None
+        if length is not None:
+            self._ahead.append(int(length))
+        return not self._ended
+
+    def state(self) -> dict:
+        return {"cursor": [self.cursor], "drawn_tokens": list(self.drawn_tokens)}
+
+    def restore(self, state: dict) -> None:
+        (cursor,), tokens = state["cursor"], state["drawn_tokens"]
+        passed = sum(islice(self._lengths, cursor - self.cursor))
+        self.cursor, self.drawn_tokens = cursor, [self.drawn_tokens[0] + passed]
+        if self.drawn_tokens != tokens:
+            raise ValueError(f"{tokens} tokens of {cursor} documents, which have {self.drawn_tokens}")

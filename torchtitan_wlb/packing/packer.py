@@ -6,7 +6,7 @@ Nothing is lost: arrived = packed + waiting, at every step. After the data has e
 
 import numpy as np
 
-from torchtitan_wlb.packing.document_order import DocumentOrder
+from torchtitan_wlb.packing.document_order import Order
 from torchtitan_wlb.packing.spans import NONE, as_spans
 
 Packed = tuple[np.ndarray, np.ndarray]  # (spans [k, 4], bounds [N + 1])
@@ -21,7 +21,7 @@ class Arrivals:
         due_tokens: tokens that are due in this step.
     """
 
-    def __init__(self, order: DocumentOrder, step: int, due_tokens: int):
+    def __init__(self, order: Order, step: int, due_tokens: int):
         self._order, self.step, self._due_tokens = order, step, due_tokens
         self.count = 0
 

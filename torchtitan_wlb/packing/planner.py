@@ -5,7 +5,6 @@ Everything here works on lengths and is computed identically on every rank: no c
 
 import hashlib
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 from torchtitan_wlb.cost.cost_model import imbalance
 from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.packing.baselines import Fixed, Plain, PlainWhole
-from torchtitan_wlb.packing.document_order import DocumentOrder
+from torchtitan_wlb.packing.document_order import Order
 from torchtitan_wlb.packing.greedy import spread
 from torchtitan_wlb.packing.packer import Arrivals, Packer
 from torchtitan_wlb.packing.settings import PackingSettings
@@ -85,19 +84,17 @@ class StepPlan:
 class StepPlanner:
     """Iterator of step plans.
 
-    In step s documents are due until the running total reaches s x N x seq_len tokens, so the mean is exact, unless so
-    many tokens wait that fewer must be drawn (deadline.py); the packer decides what is trained now and what waits. With
-    `epochs`, ends after the last document has been trained.
+    In step s documents are due until the running total reaches s x N x micro_batch_tokens, so the mean is exact, unless
+    so many tokens wait that fewer must be drawn (deadline.py); the packer decides what is trained now and what waits.
+    With `epochs`, ends after the last document has been trained.
 
     Args:
         settings: what decides packing.
-        sizes, weights: documents and share of the tokens of every source.
-        lengths: function from document ids [k] to tokens [k].
+        order: in which documents arrive.
     """
 
-    def __init__(self, settings: PackingSettings, sizes: list[int], weights: list[float], lengths: Callable):
-        self.settings = settings
-        self.order = DocumentOrder(sizes, weights, lengths, settings.seed, settings.epochs)
+    def __init__(self, settings: PackingSettings, order: Order):
+        self.settings, self.order = settings, order
         self.packer = make_packer(settings)
         self.step = 0
         self.given_up = 0  # tokens that were due and not drawn, because too many waited
@@ -111,7 +108,7 @@ class StepPlanner:
         if self.order.exhausted and not len(self.packer.waiting()):
             raise StopIteration
         self.step += 1
-        due = self.step * s.n * s.seq_len - sum(self.order.drawn_tokens) - self.given_up
+        due = self.step * s.n * s.micro_batch_tokens - sum(self.order.drawn_tokens) - self.given_up
         allowed = max(0, min(due, s.deadline.room - int(lengths(self.packer.waiting()).sum())))
         self.given_up += max(0, due - allowed)
         arrivals = Arrivals(self.order, self.step, allowed)
@@ -167,16 +164,15 @@ class StepPlanner:
 
     def _check(self, waiting: np.ndarray) -> None:
         id, start, stop, arrival = waiting.T
-        if ((id < 0) | (id >= sum(self.order.sizes))).any():
-            raise ValueError("a document that does not exist")
-        if ((start < 0) | (stop <= start) | (stop > self.order.lengths(id))).any():
+        if ((start < 0) | (stop <= start) | (stop > self.order.tokens_of(id))).any():
             raise ValueError("tokens that a document does not have")
         if ((arrival < 1) | (arrival > self.step)).any():
             raise ValueError("a document from a step to come")
         drawn = sum(self.order.drawn_tokens)
         if int(lengths(waiting).sum()) > drawn:
             raise ValueError("more tokens than were drawn")
-        if drawn > (self.step + self.settings.window) * self.settings.n * self.settings.seq_len + self.settings.seq_len:
+        s = self.settings
+        if drawn > (self.step + s.window) * s.n * s.micro_batch_tokens + s.seq_len:
             raise ValueError("more tokens drawn than were due")
 
 
@@ -195,10 +191,12 @@ def make_packer(s: PackingSettings) -> Packer:
         return WLBPaper(s.deadline, s.thresholds, s.cost)
     return WLB(
         s.deadline,
-        s.seq_len,
+        s.objective,
+        s.micro_batch_tokens,
         s.s_max,
         s.cost,
         in_flight=s.in_flight,
         multiple=s.seq_len_multiple,
         delay_price=s.delay_price,
+        max_step_tokens=s.max_step_tokens,
     )

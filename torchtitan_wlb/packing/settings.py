@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from torchtitan_wlb.config import Packing, Training
 from torchtitan_wlb.cost.cost_model import FROM_FILE, CostModel
 from torchtitan_wlb.packing.deadline import Deadline
+from torchtitan_wlb.packing.objective import StepObjective
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,10 @@ class PackingSettings:
 
     Attributes:
         n: micro-batches a step, over all ranks.
+        micro_batch_tokens: mean tokens of a micro-batch; a step draws n times as many.
+        max_step_tokens: that wlb trains in a step, 0 for no limit.
+        objective: what wlb packs for.
+        seq_len: context window, the longest document.
         s_max: tokens of the longest micro-batch, a multiple of seq_len_multiple.
         thresholds: of wlb_paper. delay_price, max_delay: of wlb. window, solver_nodes: of fixed and fixed_solver.
         in_flight: (micro-batches, tokens) that so many together may hold; (0, 0) for no such limit.
@@ -24,6 +29,9 @@ class PackingSettings:
 
     strategy: str
     n: int
+    micro_batch_tokens: int
+    max_step_tokens: int
+    objective: StepObjective
     seq_len: int
     seq_len_multiple: int
     s_max: int
@@ -40,9 +48,19 @@ class PackingSettings:
     __pydantic_config__ = FROM_FILE
 
     def __post_init__(self):
-        counts = (self.n, self.seq_len_multiple, self.s_max, self.max_delay, self.window, self.solver_nodes)
+        counts = (
+            self.n,
+            self.micro_batch_tokens,
+            self.seq_len_multiple,
+            self.s_max,
+            self.max_delay,
+            self.window,
+            self.solver_nodes,
+        )
         if min(*counts, self.seq_len - 1) <= 0:
             raise ValueError("counts and lengths must be positive")
+        if self.n % self.objective.dp:
+            raise ValueError(f"{self.n} micro-batches on {self.objective.dp} ranks")
 
     @property
     def balances(self) -> bool:
@@ -63,6 +81,16 @@ class PackingSettings:
             capacity = min(capacity, share // self.seq_len_multiple * self.seq_len_multiple)
         return Deadline(self.n, capacity, self.max_delay, self.seq_len)
 
+    def split(self, k: int) -> "PackingSettings":
+        """The same tokens a step, in k micro-batches for every window of them."""
+        windows = max(1, self.n * self.micro_batch_tokens // self.seq_len)
+        return replace(self, n=k * windows, micro_batch_tokens=self.seq_len // k)
+
+    def sorts_over(self, dp: int) -> bool:
+        """Whether micro-batches are dealt to data-parallel ranks by work: where the packer has not done so for as
+        many."""
+        return self.balances and not (self.strategy == "wlb" and dp == self.objective.dp)
+
     def describe(self) -> str:
         """One line for the log: the strategy with the parameters that it uses."""
         used = {
@@ -72,7 +100,8 @@ class PackingSettings:
             "fixed_solver": f", window {self.window}, {self.solver_nodes} nodes",
         }.get(self.strategy, "")
         equal = f"attention costs as much as the rest at {self.cost.equal_length():,.0f} tokens"
-        return f"packing {self.strategy}: N {self.n}, window {self.seq_len}{used}; {equal}"
+        mean = "" if self.micro_batch_tokens == self.seq_len else f" of {self.micro_batch_tokens} tokens"
+        return f"packing {self.strategy}: N {self.n}{mean}, window {self.seq_len}{used}; {equal}"
 
     def hash(self) -> str:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
@@ -81,6 +110,8 @@ class PackingSettings:
 _FLAGS = {
     "strategy": "packing.strategy",
     "n": "training.global_batch_size",
+    "micro_batch_tokens": "training.micro_batch_tokens",
+    "max_step_tokens": "packing.max_step_tokens_factor (x the mean tokens of a step)",
     "seq_len": "training.seq_len",
     "seq_len_multiple": "training.seq_len_multiple",
     "s_max": "packing.max_len_factor (x training.seq_len)",
@@ -96,19 +127,34 @@ _FLAGS = {
 
 
 def resolve_settings(
-    training: Training, packing: Packing, *, n: int, pp: int, seed: int, cost: CostModel
+    training: Training,
+    packing: Packing,
+    *,
+    n: int,
+    split: int = 1,
+    objective: StepObjective,
+    pp: int = 1,
+    seed: int,
+    cost: CostModel,
 ) -> PackingSettings:
     """Settings of a fresh run. What is "auto" stays open: thresholds () and delay_price 0, for tuning.tune.
 
     Args:
-        n: micro-batches a step. pp: pipeline degree, as many micro-batches share packing.max_tokens_in_flight.
+        n: micro-batches a step. split: how many of them a window of tokens makes where
+            training.micro_batch_tokens is "auto".
+        objective: of the layout. pp: pipeline degree; as many micro-batches share packing.max_tokens_in_flight.
         cost: workload model to freeze.
     """
-    multiple = training.length_multiple
+    multiple, mean = training.length_multiple, training.micro_batch_tokens
+    if not isinstance(mean, int) or mean == -1:
+        mean = training.seq_len // split
     budget = packing.max_tokens_in_flight
     return PackingSettings(
         strategy=packing.strategy,
         n=n,
+        micro_batch_tokens=mean,
+        max_step_tokens=int(packing.max_step_tokens_factor * n * mean),
+        objective=objective,
         seq_len=training.seq_len,
         seq_len_multiple=multiple,
         s_max=int(packing.max_len_factor * training.seq_len) // multiple * multiple,
@@ -127,15 +173,22 @@ def resolve_settings(
 def fields_left_open(training: Training, packing: Packing) -> set[str]:
     """Settings that a configuration leaves to be resolved; a resumed run takes them from its checkpoint."""
     left = {"n"} if training.global_batch_size == -1 else set()
+    left |= {"micro_batch_tokens"} if training.micro_batch_tokens in (-1, "auto") else set()
+    left |= {"n", "max_step_tokens"} if training.micro_batch_tokens == "auto" else set()
     left |= {"seq_len_multiple"} if training.seq_len_multiple == -1 else set()
     left |= {"thresholds"} if packing.outlier_thresholds == "auto" else set()
     left |= {"delay_price"} if packing.delay_price == "auto" else set()
     return left
 
 
-def differences(kept: PackingSettings, configured: PackingSettings, left_open: set[str]) -> list[str]:
-    """What a resumed run asks for that its checkpoint was not made with, in config words. Costs are not compared: they
-    follow from a device, a profile and the layout of the first start.
+def differences(
+    kept: PackingSettings,
+    configured: PackingSettings,
+    left_open: set[str],
+    made_with: str = "the checkpoint was made with",
+) -> list[str]:
+    """What a run asks for that the settings it goes on with do not have, in config words. Costs and objective are not
+    compared: they follow from a device, a profile and the layout of the first start.
 
     Args:
         kept: of the checkpoint. configured: as a fresh run would resolve them.
@@ -144,8 +197,7 @@ def differences(kept: PackingSettings, configured: PackingSettings, left_open: s
     if kept.in_flight[1] == configured.in_flight[1]:  # how many share it follows the layout of the first start
         configured = replace(configured, in_flight=kept.in_flight)
     return [
-        f"--{flag}: the checkpoint was made with {getattr(kept, name)}, configured is {getattr(configured, name)}; "
-        "packing cannot change on resume"
+        f"--{flag}: {made_with} {getattr(kept, name)}, configured is {getattr(configured, name)}; packing cannot change"
         for name, flag in _FLAGS.items()
         if name not in left_open and getattr(kept, name) != getattr(configured, name)
     ]

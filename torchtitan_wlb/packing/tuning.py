@@ -1,7 +1,6 @@
 """Find the free parameter of a packer on a sample of the documents: the best balance within a mean delay.
 
-Balance does not depend much on the number of micro-batches, so at most 16 are planned; a few hundred steps take
-seconds.
+Balance does not depend much on the number of data-parallel ranks, so few are planned; a few hundred steps take seconds.
 """
 
 import time
@@ -21,13 +20,21 @@ _DOCUMENTS = 400_000  # planned for one value at most, however short they are
 MakePlanner = Callable[[PackingSettings], StepPlanner]
 
 
-def tune(settings: PackingSettings, target_delay: float, make_planner: MakePlanner) -> PackingSettings:
-    """Settings with what "auto" left open filled in: delay_price 0 of wlb, thresholds () of wlb_paper.
+def tune(candidates: list[PackingSettings], target_delay: float, make_planner: MakePlanner) -> PackingSettings:
+    """Settings with what "auto" left open filled in: delay_price 0 of wlb, thresholds () of wlb_paper; and of several,
+    which differ in the number of micro-batches for the same tokens, those that are predicted to train fastest.
 
     Args:
         target_delay: mean delay in steps that should not be exceeded.
         make_planner: planner on the documents for given settings.
     """
+    if len(candidates) > 1:
+        resolved = [tune([s], target_delay, make_planner) for s in candidates]
+        speeds = [sample(s, make_planner).speed for s in resolved]
+        for s, speed in zip(resolved, speeds):
+            logger.info(f"{s.n} micro-batches of {s.micro_batch_tokens} tokens: predicted {speed / speeds[0]:.3f}x")
+        return resolved[speeds.index(max(speeds))]
+    settings = candidates[0]
     if settings.strategy == "wlb" and not settings.delay_price:
         return replace(settings, delay_price=find_delay_price(settings, target_delay, make_planner))
     if settings.strategy == "wlb_paper" and not settings.thresholds:
@@ -38,25 +45,41 @@ def tune(settings: PackingSettings, target_delay: float, make_planner: MakePlann
 def sample(settings: PackingSettings, make_planner: MakePlanner, steps: int = _STEPS) -> Quality:
     """Quality of some settings on an endless stream of the documents, with few micro-batches and another order than
     training's."""
-    small = replace(settings, n=min(settings.n, _MICRO_BATCHES), epochs=0, seed=settings.seed + 1)
+    objective, m = settings.objective, settings.n // settings.objective.dp
+    windows = max(1, m * settings.micro_batch_tokens // settings.seq_len)
+    dp = min(objective.dp, max(2, _MICRO_BATCHES // windows))
+    small = replace(
+        settings,
+        n=dp * m,
+        objective=replace(objective, dp=dp),
+        max_step_tokens=settings.max_step_tokens * dp // objective.dp,
+        epochs=0,
+        seed=settings.seed + 1,
+    )
     planner = make_planner(small)
-    documents = len(planner.order.peek(small.n * small.seq_len)[0])
+    documents = len(planner.order.peek(small.n * small.micro_batch_tokens)[0])
     steps = max(10, min(steps, _DOCUMENTS // documents))
     return measure(planner, steps, min(_WARMUP, steps))
 
 
 def find_delay_price(settings: PackingSettings, target_delay: float, make_planner: MakePlanner) -> float:
-    """The lowest delay_price (to a quarter) whose mean delay is within target_delay; a higher price means shorter
-    delay."""
-    price = 0.01
+    """The lowest delay_price (to 6%) whose mean delay is within target_delay; a higher price means shorter delay."""
     began = time.perf_counter()
-    for _ in range(24):
+
+    def is_within(price: float) -> bool:
         delay = sample(replace(settings, delay_price=price), make_planner).delay_mean_steps
         if time.perf_counter() > began + _SILENCE:
             logger.info(f"Looking for packing.delay_price: {price:.3g} lets tokens wait {delay:.2f} steps")
-        if delay <= target_delay:
-            break
-        price *= 1.25
+        return delay <= target_delay
+
+    price = 0.01
+    while not is_within(price) and price < 3:
+        price *= 1.6
+    factor = 1.6**0.5
+    while factor > 1.05 and price > 0.01:
+        if is_within(price / factor):
+            price /= factor
+        factor **= 0.5
     return price
 
 

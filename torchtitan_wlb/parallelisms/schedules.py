@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from torchtitan_wlb.cost.step_time import Action
+from torchtitan_wlb.cost.step_time import Action, StageCosts, StepModel
 from torchtitan_wlb.torch_private import ComputationType
 
 LOOPED_SCHEDULES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")  # stage i on rank i mod PP
@@ -79,6 +80,16 @@ def schedule_actions(
     if split:
         return actions
     return [[("B" if kind == "I" else kind, s, i) for kind, s, i in each if kind != "W"] for each in actions]
+
+
+def bubble(schedule: str, pp: int, m: int, stages_per_rank: int = 2) -> float:
+    """How often the largest of M micro-batches counts again in a step (packing/objective.py): the time model's answer
+    for equal micro-batches and stages. (PP - 1) / v with v stages a rank for 1F1B, GPipe and their looped kin."""
+    actions = schedule_actions(schedule, pp, m, stages_per_rank)
+    n_stages = count_stages(schedule, pp, stages_per_rank)
+    even = (1 / n_stages,) * n_stages
+    step = StepModel(actions, StageCosts(even, even)).predict(np.zeros(m), np.ones(m))
+    return round(step.seconds * pp - m, 6)
 
 
 def _one_stage_actions(schedule: str, pp: int, rank: int, m: int) -> list[Action]:
