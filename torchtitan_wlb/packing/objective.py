@@ -6,8 +6,8 @@ ranks with v stages each, the others fill and drain while the largest micro-batc
     seconds of a step = max over r of (sum of t + bubble x max of t)
 
 with t the seconds of a micro-batch on all stages of a rank. `bubble` is read off the time model of the schedule for
-equal micro-batches (parallelisms/schedules.py): (PP - 1) / v under 1F1B, GPipe and their looped kin, less where backward
-is split. How well this ranks steps of unequal micro-batches: scripts/studies/study_objective.py.
+equal micro-batches (parallelisms/schedules.py): (PP - 1) / v under 1F1B, GPipe and their looped kin, less where
+backward is split. How well this ranks steps of unequal micro-batches: scripts/studies/study_objective.py.
 """
 
 from dataclasses import dataclass
