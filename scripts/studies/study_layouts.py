@@ -6,7 +6,7 @@
    by position over context-parallel ranks) by the time model, for `wlb` with 1, 2 and 4 micro-batches in the place of a
    window, `wlb_equal` (all micro-batches of a step as equal as can be, whatever the layout) and `wlb_paper`.
    delay_price is the lowest with which these documents wait at most the target; the thresholds of wlb_paper
-   are found by the tuner, for the larger target. Means over --seeds orders of --steps / DP steps (at least 40) after 50.
+   are found by the tuner, for the larger target. Means over --seeds orders of --steps / DP steps (40 or more) after 50.
 2. Without a pipeline: time over perfect and delay by data-parallel degree and micro-batches a rank.
 
 Nothing is measured: costs are those of the built-in H100 model.
