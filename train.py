@@ -96,7 +96,7 @@ def main(job_config: JobConfig) -> None:
     model_args = replace(llama_configs[job_config.model.flavor], vocab_size=tokenizer.padded_vocab_size)
     profile = read_profile(job_config.cost_model.profile, model_args, tp=parallel_dims.tp)
     cost = build_cost_model(profile, kind, model_args, tp=parallel_dims.tp, cp=parallel_dims.cp)
-    candidates = resolve_packing(job_config, parallel_dims, cost)
+    candidates = list(resolve_packing(job_config, parallel_dims, cost))
     made_with = identity(job_config, tokenizer, profile)
     if run_state:
         check_identity(run_state, made_with, candidates[0], job_config, exclude)

@@ -244,17 +244,14 @@ class Bench:
         )
 
     def settings(self, strategy: str, seed: int) -> PackingSettings:
-        config, split, name = self.config, split_of(strategy), strategy.partition(":")[0]
-        n = split * self.n
-        objective = StepObjective(self.dims.dp, float(self.dims.pp - 1))
-        if name == "wlb_equal":
-            name, objective = "wlb", StepObjective(n, 0.0)
-        config.packing.strategy = "plain_whole" if name in self.baselines else name  # type: ignore[assignment]
-        config.training.micro_batch_tokens = "auto"
-        return resolve_settings(
-            config.training, config.packing, n=n, split=split, objective=objective, pp=self.dims.pp, seed=seed,
-            cost=self.cost,
-        )  # fmt: skip
+        config, name = self.config, strategy.partition(":")[0]
+        known = {"wlb_equal": "wlb"} | dict.fromkeys(self.baselines, "plain_whole")
+        config.packing.strategy = known.get(name, name)  # type: ignore[assignment]
+        objective = StepObjective(self.dims.dp, self.dims.pp - 1.0)  # 1F1B's, so that all schedules train the same
+        settings = resolve_settings(
+            config.training, config.packing, n=self.n, objective=objective, pp=self.dims.pp, seed=seed, cost=self.cost,
+        ).split(split_of(strategy))  # fmt: skip
+        return replace(settings, objective=StepObjective(settings.n, 0.0)) if name == "wlb_equal" else settings
 
     def shard_plans(self, strategy: str, schedule: str) -> Layout:
         """Who trains what under a schedule. Micro-batches are cut over context-parallel ranks by sequence (the paper's

@@ -110,7 +110,7 @@ def resolve_recipe(config: JobConfig, *, ranks: int = 0, seed: int | None = None
     device = find_device(config.cost_model.device, torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
     profile = read_profile(config.cost_model.profile, args, tp=dims.tp)
     cost = build_cost_model(profile, device, args, tp=dims.tp, cp=dims.cp)
-    return Recipe(config, dims, tokenizer, args, device, profile, resolve_packing(config, dims, cost, seed))
+    return Recipe(config, dims, tokenizer, args, device, profile, list(resolve_packing(config, dims, cost, seed)))
 
 
 class Lengths:

@@ -35,7 +35,7 @@ def candidates(recipe: Recipe) -> Iterator[PackingSettings]:
     config = recipe.config.model_copy(deep=True)
     config.packing.strategy, config.training.micro_batch_tokens = "wlb", "auto"
     config.training.global_batch_size = recipe.settings.split(1).n
-    all_splits = resolve_packing(config, recipe.dims, recipe.settings.cost, recipe.settings.seed)
+    all_splits = list(resolve_packing(config, recipe.dims, recipe.settings.cost, recipe.settings.seed))
     base = all_splits[0]
     yield replace(base, strategy="plain")
     for s in all_splits:

@@ -5,12 +5,13 @@ legal. Ranges of single fields stand in config.py.
 """
 
 import importlib.util
-import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import PurePath
 
 from torchtitan_wlb.config import JobConfig
 from torchtitan_wlb.cost.cost_model import CostModel
+from torchtitan_wlb.data.micro_batch import padded_length
 from torchtitan_wlb.data.sources import SOURCES
 from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.models.llama import llama_configs
@@ -107,37 +108,30 @@ def resolve_batch(config: JobConfig, dims: ParallelDims) -> int:
 
 def resolve_packing(
     config: JobConfig, dims: ParallelDims, cost: CostModel, seed: int | None = None
-) -> list[PackingSettings]:
+) -> Iterator[PackingSettings]:
     """The packing settings of a fresh run in this layout; several where training.micro_batch_tokens is "auto", one for
     every number of micro-batches that tuning.tune may choose.
 
     Args:
         cost: workload model to freeze. seed: of the order of the documents, debug.seed without.
     """
-    p, n = config.parallelism, resolve_batch(config, dims)
-    schedule, may_split = p.pipeline_parallel_schedule, config.packing.strategy.startswith("wlb")
-    found = []
-    for split in SPLITS if config.training.micro_batch_tokens == "auto" and may_split else (1,):
-        if split > 1 and any(batch_problems(split * n, dims, schedule)):
-            continue
-        m = split * n // dims.dp
-        legal = m and not any(batch_problems(split * n, dims, schedule))  # else another check says what is not
-        found.append(
-            resolve_settings(
-                config.training,
-                config.packing,
-                n=split * n,
-                split=split,
-                objective=StepObjective(
-                    dims.dp if n % dims.dp == 0 else 1,
-                    bubble(schedule, dims.pp, m, p.pipeline_parallel_stages_per_rank) if legal else 0.0,
-                ),
-                pp=dims.pp,
-                seed=config.debug.seed if seed is None else seed,
-                cost=cost,
-            )
-        )
-    return found
+    p, schedule = config.parallelism, config.parallelism.pipeline_parallel_schedule
+    base = resolve_settings(
+        config.training,
+        config.packing,
+        n=resolve_batch(config, dims),
+        objective=StepObjective(1, 0.0),
+        pp=dims.pp,
+        seed=config.debug.seed if seed is None else seed,
+        cost=cost,
+    )
+    may_split = config.training.micro_batch_tokens == "auto" and config.packing.strategy.startswith("wlb")
+    for s in [base, *(base.split(k) for k in SPLITS[1:] if may_split)]:
+        if not any(batch_problems(s.n, dims, schedule)):
+            idle = bubble(schedule, dims.pp, s.n // dims.dp, p.pipeline_parallel_stages_per_rank)
+            yield replace(s, objective=StepObjective(dims.dp, idle))
+        elif s is base:
+            yield base  # check_batch says what is wrong with it
 
 
 def check_batch(config: JobConfig, dims: ParallelDims) -> Problems:
@@ -162,9 +156,14 @@ def check_reshard(config: JobConfig, dims: ParallelDims) -> Problems:
         )
 
 
+def length_unit(dims: ParallelDims) -> int:
+    """Lengths of micro-batches are multiples of this, see data/micro_batch.py."""
+    return padded_length(1, dims.cp, dims.tp, 1)
+
+
 def check_lengths(config: JobConfig, dims: ParallelDims) -> Problems:
     t = config.training
-    unit = dims.cp * math.lcm(2, dims.tp)
+    unit = length_unit(dims)
     if t.seq_len % unit:
         yield (
             f"--training.seq_len {t.seq_len}: must be a multiple of CP x lcm(2, TP) = {unit} "
@@ -199,13 +198,13 @@ def check_packing(config: JobConfig, dims: ParallelDims) -> Problems:
         yield f"--training.micro_batch_tokens {mean}: legal are {legal} (--training.seq_len)"
         return
     n = resolve_batch(config, dims)
-    settings = resolve_packing(config, dims, _ANY_COST)[0]
+    settings = next(resolve_packing(config, dims, _ANY_COST))
     if 0 < settings.max_step_tokens < max(window, n * settings.micro_batch_tokens):
         yield (
             f"--packing.max_step_tokens_factor {k.max_step_tokens_factor}: must be 0 or at least 1, with room for one "
             f"document of --training.seq_len {window}"
         )
-    unit = dims.cp * math.lcm(2, dims.tp)
+    unit = length_unit(dims)
     if k.strategy.startswith("wlb") and settings.s_max % unit and not window % unit:
         yield (
             f"--packing.max_len_factor {k.max_len_factor}: S_max = {settings.s_max} tokens must be a multiple of CP x "

@@ -18,7 +18,6 @@ from scripts.recipe import Lengths, resolve_recipe
 from scripts.studies.study_steps import RECIPE
 from torchtitan_wlb.config_manager import exit_on_config_error, load_config
 from torchtitan_wlb.packing.objective import StepObjective
-from torchtitan_wlb.packing.planner import StepPlan
 from torchtitan_wlb.packing.settings import PackingSettings
 from torchtitan_wlb.packing.spans import lengths
 
@@ -30,15 +29,12 @@ def draw(axis, recipe, documents: Lengths, settings: PackingSettings, title: str
     colors, model, now = colormaps["viridis_r"], recipe.step_model(settings.n), 0.0
     waited = [0.0, 0]
 
-    def parts(plan: StepPlan) -> list[np.ndarray]:
-        return [plan.attention, plan.work - plan.attention, plan.padded]
-
     for plan in documents.planner(settings):
         order = list(range(settings.n))
         if settings.balances:
-            order = model.choose_order(*parts(plan))
+            order = model.choose_order(*plan.costs)
         longest = [max(lengths(plan.micro_batch(b)), default=0) / settings.seq_len for b in order]
-        timeline = model.timeline(*(x[order] for x in parts(plan)))
+        timeline = model.timeline(*(x[order] for x in plan.costs))
         for rank, (kind, _, i), begin, end in timeline:
             shade = colors(0.1 + 0.9 * longest[i])
             bar = {"color": shade, "edgecolor": "white", "linewidth": 0.3, "height": 0.9 if kind == "F" else 0.7}

@@ -22,11 +22,11 @@ import numpy as np
 from scripts.origin import write_results
 from scripts.recipe import Lengths
 from scripts.simulate_packing import WARMUP
+from scripts.studies.study_packing import mean_quality
 from scripts.studies.study_steps import Layout
 from torchtitan_wlb.config_manager import exit_on_config_error
 from torchtitan_wlb.logger import init_logger
 from torchtitan_wlb.packing.objective import StepObjective
-from torchtitan_wlb.packing.quality import measure
 from torchtitan_wlb.packing.settings import PackingSettings
 from torchtitan_wlb.packing.tuning import tune
 
@@ -60,8 +60,8 @@ def with_delay(settings: PackingSettings, target: float, documents: Lengths, ste
     """With the lowest delay_price, to 2%, at which these documents wait at most `target` steps."""
 
     def delay(price: float) -> float:
-        several = [replace(settings, delay_price=price, seed=seed) for seed in range(seeds)]
-        return float(np.mean([measure(documents.planner(s), steps, WARMUP).delay_mean_steps for s in several]))
+        priced = replace(settings, delay_price=price)
+        return mean_quality(documents.planner, priced, steps, range(seeds))["delay_mean_steps"]
 
     low, high = 0.01, 4.0
     if delay(low) <= target:
@@ -105,10 +105,9 @@ def without_pipeline(dp: int, m: int, documents: Lengths, steps: int, seeds: int
         settings = replace(base, n=dp * m, objective=objective, strategy="wlb", delay_price=0.0)
         target = 0.15 if strategy == "wlb" and m > 1 else 0.45
         settings = with_delay(settings, target, documents, steps, seeds)
-        found = [measure(documents.planner(replace(settings, seed=s)), steps, WARMUP, ranks=dp) for s in range(seeds)]
+        found = mean_quality(documents.planner, settings, steps, range(seeds), ranks=dp)
         row: dict = {"pp": 1, "dp": dp, "m": m, "packing": strategy, "delay_price": settings.delay_price}
-        row["time_vs_ideal"] = float(np.mean([q.time_vs_ideal for q in found]))
-        row["delay"] = float(np.mean([q.delay_mean_steps for q in found]))
+        row |= {"time_vs_ideal": found["time_vs_ideal"], "delay": found["delay_mean_steps"]}
         rows.append(row)
         print(row, flush=True)
     return rows

@@ -44,13 +44,12 @@ class OneRun(WLB):
 
 
 def seconds(model: StepModel, plan: StepPlan, order: list[int]) -> float:
-    linear = plan.work - plan.attention
-    return model.predict(plan.attention[order], linear[order], plan.padded[order]).seconds
+    return model.predict(*(x[order] for x in plan.costs)).seconds
 
 
 def equal(model: StepModel, plan: StepPlan) -> float:
     """Seconds of a step with the same work in equal micro-batches."""
-    parts = [np.full(len(plan.work), x.mean()) for x in (plan.attention, plan.work - plan.attention, plan.padded)]
+    parts = [np.full(len(plan.work), x.mean()) for x in plan.costs]
     return model.predict(*parts).seconds
 
 
@@ -77,7 +76,7 @@ def judge(recipe: Recipe, documents: Lengths, steps: int) -> dict:
             candidate.restore(before)
             c = next(candidate)
             by_form.append(objective.seconds(c.work) / objective.perfect(c.work))
-            best = model.choose_order(c.attention, c.work - c.attention, c.padded)
+            best = model.choose_order(*c.costs)
             by_model.append(seconds(model, c, best) / equal(model, c))
         form, truth = np.array(by_form), np.array(by_model)
         if np.ptp(form) and np.ptp(truth):
@@ -85,7 +84,7 @@ def judge(recipe: Recipe, documents: Lengths, steps: int) -> dict:
         loss.append(truth[form.argmin()] / truth.min() - 1)
         by_work = np.argsort(-plan.work, kind="stable")
         middle = np.concatenate([by_work[1::2][::-1], by_work[::2]])  # rising, then falling
-        best = model.choose_order(plan.attention, plan.work - plan.attention, plan.padded)
+        best = model.choose_order(*plan.costs)
         shortest = seconds(model, plan, best)
         orders.append([seconds(model, plan, list(o)) / shortest for o in (range(len(middle)), middle, by_work)])
         before = plan.state

@@ -36,10 +36,10 @@ SEEDS = range(5)
 
 
 def mean_quality(
-    make_planner: MakePlanner, settings: PackingSettings, steps: int, seeds: Sequence[int] = SEEDS
+    make_planner: MakePlanner, settings: PackingSettings, steps: int, seeds: Sequence[int] = SEEDS, ranks: int = 0
 ) -> dict:
-    """Means over seeds of every statistic; of the ages the largest."""
-    rows = [measure(make_planner(replace(settings, seed=seed)), steps, WARMUP).row() for seed in seeds]
+    """Means over seeds of every statistic of `measure`; of the ages the largest."""
+    rows = [measure(make_planner(replace(settings, seed=seed)), steps, WARMUP, ranks=ranks).row() for seed in seeds]
     ages = ("delay_max_steps", "queue_age_max_steps")
     return {k: max(r[k] for r in rows) if k in ages else float(np.mean([r[k] for r in rows])) for k in rows[0]}
 

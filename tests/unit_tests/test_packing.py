@@ -26,7 +26,7 @@ from torchtitan_wlb.packing.settings import PackingSettings
 from torchtitan_wlb.packing.solver import solve
 from torchtitan_wlb.packing.spans import as_spans, lengths
 from torchtitan_wlb.packing.tuning import tune
-from torchtitan_wlb.packing.wlb import _caps, _pour, _runs
+from torchtitan_wlb.packing.wlb import WLB, _caps, _pour, _runs
 from torchtitan_wlb.packing.wlb_paper import WLBPaper
 
 COST = CostModel(pair_flops=0.05, token_cost=1.0, knots=(1,), rates=(1.0,))
@@ -36,7 +36,7 @@ FIXED_LENGTH = STRATEGIES[:4]
 
 def make_settings(**changes) -> PackingSettings:
     s = PackingSettings(
-        strategy="wlb", n=4, micro_batch_tokens=100, max_step_tokens=0, objective=StepObjective(1, 0.0), seq_len=100, seq_len_multiple=1, s_max=150, thresholds=(40, 70), delay_price=0.12, max_delay=15,
+        strategy="wlb", n=4, micro_batch_tokens=100, max_step_tokens_factor=0.0, objective=StepObjective(1, 0.0), seq_len=100, seq_len_multiple=1, s_max=150, thresholds=(40, 70), delay_price=0.12, max_delay=15,
         window=2, solver_nodes=3, in_flight=(0, 0), cost=COST, seed=0, epochs=0,
     )  # fmt: skip
     changes.setdefault("micro_batch_tokens", changes.get("seq_len", 100))
@@ -430,7 +430,7 @@ def test_a_step_has_at_most_so_many_tokens():
             n=8,
             objective=StepObjective(1, 3.0),
             micro_batch_tokens=50,
-            max_step_tokens=bound,
+            max_step_tokens_factor=factor,
             max_delay=20,
         )
         plans = list(itertools.islice(planner, 300))
@@ -461,3 +461,21 @@ def test_the_tuner_takes_smaller_micro_batches_for_a_pipeline_and_not_without_re
     assert tune(candidates(3.0, 1e5), 0.45, planner).n == 4  # micro-batches that cost much by themselves
     alone = tune(candidates(0.0, 10.0), 0.45, planner)
     assert alone.n == 4 and measure(planner(alone), 100, 20).delay_max_steps == 0
+
+
+def test_only_a_single_pipeline_looks_ahead(monkeypatch):
+    asked = []
+
+    def note(self, largest, tokens, bubble, arrivals):
+        asked.append(self.objective)
+        return np.zeros(len(largest))
+
+    monkeypatch.setattr(WLB, "_cost_of_later", note)
+    # So many micro-batches that a part of them, here on one rank, stands for the others.
+    for n, dp, bubble in [(8, 1, 1.5), (512, 1, 1.5), (512, 4, 1.5), (8, 2, 1.5), (8, 1, 0.0)]:
+        planner = make_planner(
+            LONG_TAILED, n=n, objective=StepObjective(dp, bubble), cost=replace(COST, pair_flops=1.0)
+        )
+        for _ in range(5):
+            next(planner)
+    assert set(asked) == {StepObjective(1, 1.5)}

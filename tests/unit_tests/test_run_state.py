@@ -199,3 +199,11 @@ def test_another_run_packs_by_the_settings_of_a_file(tmp_path):
         path.write_text(text)
         with pytest.raises(ConfigError, match=r"--packing.settings_from .*not the packing_settings.json of a run"):
             read_settings(path, settings, c)
+
+
+def test_a_bound_on_the_tokens_of_a_step_is_compared_as_configured():
+    bound = {"max_step_tokens_factor": 2.0}
+    kept = made(config(packing=bound, training={"seq_len": 128, "global_batch_size": 8}))
+    open_again = {"seq_len": 128, "global_batch_size": -1}  # here 4: the mean tokens of a step are others
+    assert refused(kept, config(packing=bound, training=open_again)) == []
+    assert refused(kept, config(training=open_again)) == ["packing.max_step_tokens_factor"]

@@ -17,7 +17,6 @@ from torchtitan_wlb.cost.step_time import StepModel, StepTime
 from torchtitan_wlb.data.documents import Documents
 from torchtitan_wlb.data.micro_batch import MicroBatch, pack_documents, padded_length
 from torchtitan_wlb.loss import IGNORE_INDEX
-from torchtitan_wlb.packing.greedy import deal
 from torchtitan_wlb.packing.planner import StepPlan
 from torchtitan_wlb.packing.settings import PackingSettings
 from torchtitan_wlb.packing.spans import ID, START, STOP
@@ -89,7 +88,7 @@ class StepBuilder:
 
     def __call__(self, plan: StepPlan) -> StepBatch:
         s, layout = self.settings, self.layout
-        hands = deal(plan.work.tolist(), layout.dp, plan.step, sort=s.sorts_over(layout.dp))
+        hands = s.deal(plan.work, plan.step, layout.dp)
         padded = [padded_length(t, layout.cp, layout.tp, s.seq_len_multiple) for t in plan.padded.tolist()]
         built = [self.micro_batch(plan.micro_batch(b), int(plan.padded[b])) for b in hands[layout.dp_rank]]
         micro_batches = [mb for mb, _ in built]

@@ -15,7 +15,6 @@ import numpy as np
 
 from torchtitan_wlb.cost.cost_model import CostModel
 from torchtitan_wlb.packing.document_order import DocumentOrder, Order, StreamOrder
-from torchtitan_wlb.packing.greedy import deal
 from torchtitan_wlb.packing.objective import StepObjective
 from torchtitan_wlb.packing.planner import StepPlanner
 from torchtitan_wlb.packing.settings import PackingSettings
@@ -100,7 +99,7 @@ class Balancer:
         state: dict[str, Any] | None = None,
     ):
         settings = PackingSettings(
-            strategy="wlb", n=micro_batches, micro_batch_tokens=tokens or window, max_step_tokens=0,
+            strategy="wlb", n=micro_batches, micro_batch_tokens=tokens or window, max_step_tokens_factor=0.0,
             objective=StepObjective(data_parallel, bubble), seq_len=window, seq_len_multiple=1,
             s_max=max_tokens or window * 3 // 2, thresholds=(), delay_price=delay_price, max_delay=max_delay, window=1,
             solver_nodes=1, in_flight=(0, 0), cost=cost if isinstance(cost, CostModel) else FunctionCost(cost),
@@ -127,8 +126,7 @@ class Balancer:
 
     def __next__(self) -> BalancedStep:
         plan, settings = next(self._planner), self._planner.settings
-        dp = settings.objective.dp
-        hands = deal(plan.work.tolist(), dp, plan.step, sort=settings.sorts_over(dp))
+        hands = settings.deal(plan.work, plan.step, settings.objective.dp)
         return BalancedStep(
             ranks=[[plan.micro_batch(b)[:, ID] for b in hand] for hand in hands],
             work=[plan.work[hand].tolist() for hand in hands],

@@ -42,6 +42,12 @@ def spread(
         heapq.heapreplace(heap, (load + weight, b))
         room[b] -= length
         where[i] = b
+    _use_room(skipped, tokens, room, where)
+    return np.array(where, dtype=np.int64)
+
+
+def _use_room(skipped: list[int], tokens: np.ndarray, room: list[int], where: list[int]) -> None:
+    """Put documents that found no place, in order, into the bin that then has most room, where that is enough."""
     emptiest = [(-r, b) for b, r in enumerate(room)]
     heapq.heapify(emptiest)
     for i in skipped:
@@ -49,7 +55,6 @@ def spread(
         if -r >= tokens[i]:
             heapq.heapreplace(emptiest, (r + int(tokens[i]), b))
             where[i] = b
-    return np.array(where, dtype=np.int64)
 
 
 def spread_over_ranks(
@@ -121,13 +126,7 @@ def spread_over_ranks(
             inside[r] = [(key if c == b else k, c) for k, c in inside[r]]
             heapq.heapify(inside[r])
         heapq.heapreplace(ranks, (ready, r))
-    emptiest = [(-r, b) for b, r in enumerate(room)]
-    heapq.heapify(emptiest)
-    for i in skipped:
-        r, b = emptiest[0]
-        if -r >= tokens[i]:
-            heapq.heapreplace(emptiest, (r + int(tokens[i]), b))
-            where[i] = b
+    _use_room(skipped, tokens, room, where)
     return np.array(where, dtype=np.int64)
 
 

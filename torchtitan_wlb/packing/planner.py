@@ -57,6 +57,11 @@ class StepPlan:
         return self.spans[self.bounds[b] : self.bounds[b + 1]]
 
     @property
+    def costs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What a time model takes: seconds of attention and of everything else, and padded tokens, [N] each."""
+        return self.attention, self.work - self.attention, self.padded
+
+    @property
     def tokens(self) -> int:
         return int(lengths(self.spans).sum())
 

@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from torchtitan_wlb.cost.step_time import StepModel
-from torchtitan_wlb.packing.greedy import deal
 from torchtitan_wlb.packing.planner import StepPlan, StepPlanner
 from torchtitan_wlb.packing.settings import PackingSettings
 
@@ -49,7 +48,7 @@ class Quality:
 
 def predict_step(plan: StepPlan, settings: PackingSettings, model: StepModel, dp: int) -> float:
     """Predicted seconds of a planned step: the slowest of dp pipelines, each with N / dp micro-batches."""
-    return slowest_pipeline(plan, plan.attention, plan.work - plan.attention, plan.padded, settings, model, dp)
+    return slowest_pipeline(plan, *plan.costs, settings, model, dp)
 
 
 def slowest_pipeline(
@@ -68,7 +67,7 @@ def slowest_pipeline(
         settings, model, dp: see predict_step.
     """
     slowest = 0.0
-    for hand in deal(plan.work.tolist(), dp, plan.step, sort=settings.sorts_over(dp)):
+    for hand in settings.deal(plan.work, plan.step, dp):
         if settings.balances:
             order = model.choose_order(attention[hand], linear[hand], tokens[hand])
             hand = [hand[i] for i in order]
@@ -96,8 +95,7 @@ def measure(
         left = plan.waiting
         if plan.step > warmup:
             imbalances.append(plan.imbalance)
-            hands = deal(plan.work.tolist(), objective.dp, plan.step, sort=settings.sorts_over(objective.dp))
-            work = plan.work[np.concatenate(hands)]
+            work = plan.work[np.concatenate(settings.deal(plan.work, plan.step, objective.dp))]
             slowest.append(objective.seconds(work))
             mean.append(objective.perfect(work))
             delays.append(plan.delay)

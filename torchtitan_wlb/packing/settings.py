@@ -5,9 +5,12 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
 
+import numpy as np
+
 from torchtitan_wlb.config import Packing, Training
 from torchtitan_wlb.cost.cost_model import FROM_FILE, CostModel
 from torchtitan_wlb.packing.deadline import Deadline
+from torchtitan_wlb.packing.greedy import deal
 from torchtitan_wlb.packing.objective import StepObjective
 
 
@@ -18,7 +21,7 @@ class PackingSettings:
     Attributes:
         n: micro-batches a step, over all ranks.
         micro_batch_tokens: mean tokens of a micro-batch; a step draws n times as many.
-        max_step_tokens: that wlb trains in a step, 0 for no limit.
+        max_step_tokens_factor: so many times its mean tokens wlb trains in a step at most, 0 for no limit.
         objective: what wlb packs for.
         seq_len: context window, the longest document.
         s_max: tokens of the longest micro-batch, a multiple of seq_len_multiple.
@@ -30,7 +33,7 @@ class PackingSettings:
     strategy: str
     n: int
     micro_batch_tokens: int
-    max_step_tokens: int
+    max_step_tokens_factor: float
     objective: StepObjective
     seq_len: int
     seq_len_multiple: int
@@ -63,6 +66,11 @@ class PackingSettings:
             raise ValueError(f"{self.n} micro-batches on {self.objective.dp} ranks")
 
     @property
+    def max_step_tokens(self) -> int:
+        """Tokens that wlb trains in a step at most, 0 for no limit."""
+        return int(self.max_step_tokens_factor * self.n * self.micro_batch_tokens)
+
+    @property
     def balances(self) -> bool:
         """Whether micro-batches are sorted over data-parallel ranks."""
         return self.strategy not in ("plain", "plain_whole")
@@ -85,6 +93,10 @@ class PackingSettings:
         """The same tokens a step, in k micro-batches for every window of them."""
         windows = max(1, self.n * self.micro_batch_tokens // self.seq_len)
         return replace(self, n=k * windows, micro_batch_tokens=self.seq_len // k)
+
+    def deal(self, work: np.ndarray, step: int, dp: int) -> list[list[int]]:
+        """The micro-batches of a step, [N] work each, that every one of dp data-parallel ranks trains."""
+        return deal(work.tolist(), dp, step, sort=self.sorts_over(dp))
 
     def sorts_over(self, dp: int) -> bool:
         """Whether micro-batches are dealt to data-parallel ranks by work: where the packer has not done so for as
@@ -111,7 +123,7 @@ _FLAGS = {
     "strategy": "packing.strategy",
     "n": "training.global_batch_size",
     "micro_batch_tokens": "training.micro_batch_tokens",
-    "max_step_tokens": "packing.max_step_tokens_factor (x the mean tokens of a step)",
+    "max_step_tokens_factor": "packing.max_step_tokens_factor",
     "seq_len": "training.seq_len",
     "seq_len_multiple": "training.seq_len_multiple",
     "s_max": "packing.max_len_factor (x training.seq_len)",
@@ -131,7 +143,6 @@ def resolve_settings(
     packing: Packing,
     *,
     n: int,
-    split: int = 1,
     objective: StepObjective,
     pp: int = 1,
     seed: int,
@@ -140,20 +151,17 @@ def resolve_settings(
     """Settings of a fresh run. What is "auto" stays open: thresholds () and delay_price 0, for tuning.tune.
 
     Args:
-        n: micro-batches a step. split: how many of them a window of tokens makes where
-            training.micro_batch_tokens is "auto".
+        n: micro-batches a step, of a window each where training.micro_batch_tokens is "auto" (`split` makes others).
         objective: of the layout. pp: pipeline degree; as many micro-batches share packing.max_tokens_in_flight.
         cost: workload model to freeze.
     """
     multiple, mean = training.length_multiple, training.micro_batch_tokens
-    if not isinstance(mean, int) or mean == -1:
-        mean = training.seq_len // split
     budget = packing.max_tokens_in_flight
     return PackingSettings(
         strategy=packing.strategy,
         n=n,
-        micro_batch_tokens=mean,
-        max_step_tokens=int(packing.max_step_tokens_factor * n * mean),
+        micro_batch_tokens=training.seq_len if mean in (-1, "auto") else int(mean),
+        max_step_tokens_factor=packing.max_step_tokens_factor,
         objective=objective,
         seq_len=training.seq_len,
         seq_len_multiple=multiple,
@@ -174,7 +182,7 @@ def fields_left_open(training: Training, packing: Packing) -> set[str]:
     """Settings that a configuration leaves to be resolved; a resumed run takes them from its checkpoint."""
     left = {"n"} if training.global_batch_size == -1 else set()
     left |= {"micro_batch_tokens"} if training.micro_batch_tokens in (-1, "auto") else set()
-    left |= {"n", "max_step_tokens"} if training.micro_batch_tokens == "auto" else set()
+    left |= {"n"} if training.micro_batch_tokens == "auto" else set()
     left |= {"seq_len_multiple"} if training.seq_len_multiple == -1 else set()
     left |= {"thresholds"} if packing.outlier_thresholds == "auto" else set()
     left |= {"delay_price"} if packing.delay_price == "auto" else set()

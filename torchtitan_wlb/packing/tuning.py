@@ -52,7 +52,6 @@ def sample(settings: PackingSettings, make_planner: MakePlanner, steps: int = _S
         settings,
         n=dp * m,
         objective=replace(objective, dp=dp),
-        max_step_tokens=settings.max_step_tokens * dp // objective.dp,
         epochs=0,
         seed=settings.seed + 1,
     )

@@ -75,11 +75,16 @@ class WLB(Packer):
         self.kept = [NONE, NONE]  # the pool, and what was left over
         self.seen = [0.0, 0]  # work and tokens drawn so far, for the average micro-batch
 
+    @property
+    def average_work(self) -> float:
+        """Of a micro-batch of all that has been drawn."""
+        return self.seen[0] / max(1, self.seen[1]) * self.mean_tokens
+
     def pack(self, arrivals: Arrivals) -> Packed:
         drawn = arrivals.due()
         work = self.cost.documents(lengths(drawn))
         self.seen = [self.seen[0] + float(work.sum()), self.seen[1] + int(lengths(drawn).sum())]
-        is_long = work > _LONG * self.seen[0] / max(1, self.seen[1]) * self.mean_tokens
+        is_long = work > _LONG * self.average_work
         pool, left_over = self.kept
         due = self.deadline.due(np.concatenate([pool, left_over, drawn]), arrivals.step)
         pool = longest_first(np.concatenate([pool, drawn[is_long]]))
@@ -135,7 +140,7 @@ class WLB(Packer):
         perfect = total.sum(axis=1) / dp * (1 + bubble / m)
         excess = dp * (seconds - perfect) * per_token / self.cost.token_cost
         worth = self.delay_price * (leaving @ (tokens * (1 + _AGE_WEIGHT * age[sample])))
-        if dp == 1 and bubble:
+        if self.objective.dp == 1 and bubble:
             work = largest[:, 0] * per_token / self.cost.token_cost
             worth = np.minimum(_KNOWN * worth, self._cost_of_later(work, leaving @ tokens, bubble, arrivals))
         gain = worth - self.delay_price * (short_tokens - poured.sum(axis=1)) - excess
@@ -195,8 +200,7 @@ class WLB(Packer):
         longest = np.zeros(_AHEAD)
         step = np.minimum((np.cumsum(coming) - 1) // step_tokens, _AHEAD - 1)
         np.maximum.at(longest, step, self.cost.documents(coming))
-        mean = self.seen[0] / max(1, self.seen[1]) * self.mean_tokens
-        company = np.maximum(np.maximum.accumulate(longest), mean)[:, None] / self.cost.token_cost
+        company = np.maximum(np.maximum.accumulate(longest), self.average_work)[:, None] / self.cost.token_cost
         waiting = self.delay_price * np.arange(1, _AHEAD + 1)[:, None] * tokens
         return (bubble * np.maximum(largest - company, 0) + waiting).min(axis=0)
 
