@@ -117,8 +117,8 @@ def main(argv: list[str]) -> None:
         write_results(arguments.json, rows, "cpu")
     if arguments.plot:
         flavor, schedule = recipe.config.model.flavor, recipe.config.parallelism.pipeline_parallel_schedule
-        layout = f"{recipe.dims}, {schedule}" if recipe.dims.pp > 1 else str(recipe.dims)
-        plot(fronts, target, f"{flavor} at {recipe.settings.seq_len:,}: {layout}", arguments.plot)
+        title = f"{flavor} at {recipe.settings.seq_len:,}, {recipe.dims}"
+        plot(fronts, target, title + (f", {schedule}" if recipe.dims.pp > 1 else ""), arguments.plot)
     within = [r for r in rows if r["strategy"] == "wlb" and r["delay_mean_steps"] <= target]
     if within:
         best_row = max(within, key=lambda r: r["over_plain"])

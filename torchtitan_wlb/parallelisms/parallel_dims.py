@@ -33,6 +33,10 @@ class ParallelDims:
         """Ranks with documents of their own."""
         return self.dp_replicate * self.dp_shard
 
+    def __str__(self) -> str:
+        dp = f"{self.dp_replicate}x{self.dp_shard}" if self.dp_replicate > 1 else str(self.dp)
+        return f"TP{self.tp} CP{self.cp} PP{self.pp} DP{dp}"
+
     @property
     def world_size(self) -> int:
         return self.dp * self.cp * self.tp * self.pp
