@@ -25,7 +25,7 @@ from torchtitan_wlb.packing.quality import measure
 from torchtitan_wlb.packing.settings import PackingSettings
 from torchtitan_wlb.packing.solver import solve
 from torchtitan_wlb.packing.spans import as_spans, lengths
-from torchtitan_wlb.packing.tuning import tune
+from torchtitan_wlb.packing.tuning import find_delay_price, tune
 from torchtitan_wlb.packing.wlb import WLB, _caps, _pour, _runs
 from torchtitan_wlb.packing.wlb_paper import WLBPaper
 
@@ -484,6 +484,17 @@ def test_the_tuner_takes_smaller_micro_batches_for_a_pipeline_and_not_without_re
     assert tune(candidates(3.0, 1e5), 0.45, planner).n == 4  # micro-batches that cost much by themselves
     alone = tune(candidates(0.0, 10.0), 0.45, planner)
     assert alone.n == 4 and measure(planner(alone), 100, 20).delay_max_steps == 0
+
+
+def test_the_tuner_does_not_take_a_price_with_which_everything_waits_for_the_age_limit():
+    s = make_settings(n=64, objective=StepObjective(8, 1.5), micro_batch_tokens=25, cost=replace(COST, pair_flops=0.2))
+    tokens = np.minimum(np.random.default_rng(1).lognormal(1.5, 1.5, 5000), 98).astype(int) + 1
+
+    def speed(price):
+        return measure(planner_of(replace(s, delay_price=price), tokens), 150, 40).speed
+
+    found = find_delay_price(s, 15.0, lambda s: planner_of(s, tokens))
+    assert speed(found) > 1.02 * speed(0.01)
 
 
 def test_only_a_single_pipeline_looks_ahead(monkeypatch):

@@ -16,6 +16,7 @@ from torchtitan_wlb.packing.settings import PackingSettings
 _STEPS, _WARMUP, _MICRO_BATCHES = 200, 40, 16
 _SILENCE = 2.0  # seconds after which every try is logged
 _DOCUMENTS = 400_000  # planned for one value at most, however short they are
+_HIGHEST, _LOWEST, _FACTOR = 3.0, 0.01, 1.6  # delay prices tried
 
 MakePlanner = Callable[[PackingSettings], StepPlanner]
 
@@ -62,24 +63,33 @@ def sample(settings: PackingSettings, make_planner: MakePlanner, steps: int = _S
 
 
 def find_delay_price(settings: PackingSettings, target_delay: float, make_planner: MakePlanner) -> float:
-    """The lowest delay_price (to 6%) whose mean delay is within target_delay; a higher price means shorter delay."""
+    """The delay_price (to 6%) that trains fastest among those whose mean delay is within target_delay.
+
+    From high prices, with which nobody waits, down to the first one that lets documents wait too long. Far below that
+    they all wait for the age limit, and delay is no measure any more.
+    """
     began = time.perf_counter()
+    within: dict[float, float] = {}  # price: speed
 
     def is_within(price: float) -> bool:
-        delay = sample(replace(settings, delay_price=price), make_planner).delay_mean_steps
+        quality = sample(replace(settings, delay_price=price), make_planner)
         if time.perf_counter() > began + _SILENCE:
-            logger.info(f"Looking for packing.delay_price: {price:.3g} lets tokens wait {delay:.2f} steps")
-        return delay <= target_delay
+            waited = quality.delay_mean_steps
+            logger.info(f"Looking for packing.delay_price: {price:.3g} lets tokens wait {waited:.2f} steps")
+        if quality.delay_mean_steps <= target_delay:
+            within[price] = quality.speed
+        return price in within
 
-    price = 0.01
-    while not is_within(price) and price < 3:
-        price *= 1.6
-    factor = 1.6**0.5
-    while factor > 1.05 and price > 0.01:
-        if is_within(price / factor):
-            price /= factor
-        factor **= 0.5
-    return price
+    price = _HIGHEST
+    while is_within(price) and price > _LOWEST:
+        price /= _FACTOR
+    if price not in within:
+        lowest, factor = price * _FACTOR, _FACTOR**0.5
+        while factor > 1.05 and within:
+            if is_within(lowest / factor):
+                lowest /= factor
+            factor **= 0.5
+    return max(within, key=lambda p: within[p], default=_HIGHEST)
 
 
 def find_thresholds(settings: PackingSettings, target_delay: float, make_planner: MakePlanner) -> tuple[int, ...]:
