@@ -371,7 +371,7 @@ def choose_seed(
         several = [settings_of(strategy, seed) for seed in range(3)]
         usual[strategy] = statistics.mean(speed(s, plan_steps(bench, s, LONG)[1]) for s in several)
     best, least = None, float("inf")
-    for seed in range(ORDERS):
+    for seed in range(max(100, 4 * ORDERS // max(4, bench.n))):
         found: dict[str, tuple[PackingSettings, dict, list]] = {}
         speeds: dict[str, float] = {}
         for strategy in sorted(strategies, key="plain".__eq__):

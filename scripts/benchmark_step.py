@@ -7,7 +7,8 @@
 3. Every strategy plans 50 steps without training, so that its queues are in steady state, then trains --steps in
    --rounds rounds; in a round each strategy trains its next steps, in an order that rotates. In some
    rounds every micro-batch of those steps is then run alone, one on each rank at a time (--alone-every).
-4. Lengths have the paper's shape, scaled to the window. Of 600 orders of the documents the most typical is trained, by
+4. Lengths have the paper's shape, scaled to the window. Of 600 orders of the documents (N = 4, fewer with more
+   micro-batches, whose steps differ less) the most typical is trained, by
    prediction (nothing is timed for this choice): work per trained token within 2% of the whole stream's for every
    strategy that keeps documents whole (else a row is marked invalid), then tokens/s over the first strategy's as near
    as possible to what it is over 3 x 400 steps.

@@ -7,7 +7,8 @@
    window, `wlb_equal` (all micro-batches of a step as equal as can be, whatever the layout) and `wlb_paper`.
    delay_price is the fastest with which these documents wait at most the target; the thresholds of wlb_paper
    are found by the tuner, for the larger target. Means over --seeds orders of --steps / DP steps (40 or more) after 50.
-2. Without a pipeline: time over perfect and delay by data-parallel degree and micro-batches a rank.
+2. The same with one rank and 32K a micro-batch under bounds on the tokens of a step (packing.max_step_tokens_factor).
+3. Without a pipeline: time over perfect and delay by data-parallel degree and micro-batches a rank.
 
 Nothing is measured: costs are those of the built-in H100 model.
 """
@@ -15,7 +16,7 @@ Nothing is measured: costs are those of the built-in H100 model.
 import argparse
 import sys
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, product
 
 import numpy as np
 
@@ -75,7 +76,7 @@ def with_delay(settings: PackingSettings, target: float, documents: Lengths, ste
         factor **= 0.5
         if is_within(lowest / factor):
             lowest /= factor
-    return replace(settings, delay_price=max(within, key=lambda p: within[p]))
+    return replace(settings, delay_price=max(within, key=lambda p: within[p], default=4.0))
 
 
 def with_pipeline(dp: int, documents: Lengths, steps: int, seeds: int) -> list[dict]:
@@ -104,6 +105,19 @@ def with_pipeline(dp: int, documents: Lengths, steps: int, seeds: int) -> list[d
     return rows
 
 
+def bounded(factors: list[float], documents: Lengths, steps: int, seeds: int) -> list[dict]:
+    """Rows of one pipeline with 16 micro-batches of 32K, by bound (0: none)."""
+    layout, rows = layout_of(1, 4), []
+    for factor, target in product(factors, TARGETS):
+        settings = replace(layout.recipe.settings, strategy="wlb", max_step_tokens_factor=factor)
+        settings = with_delay(settings, target, documents, steps, seeds)
+        row: dict = {"pp": 4, "dp": 1, "n": settings.n, "max_step_tokens_factor": factor, "target_delay": target}
+        row |= {"packing": "wlb", "delay_price": settings.delay_price}
+        rows.append(row | judge(layout, settings, documents, "adaptive", steps, seeds))
+        print(rows[-1], flush=True)
+    return rows
+
+
 def without_pipeline(dp: int, m: int, documents: Lengths, steps: int, seeds: int, base: PackingSettings) -> list[dict]:
     """Rows of one number of micro-batches a rank: balanced ranks, and equal micro-batches."""
     rows = []
@@ -126,6 +140,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--dp", type=int, nargs="*", default=[1, 2, 8, 32], help="with a pipeline")
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 8, 64], help="data-parallel, without one")
+    parser.add_argument("--factors", type=float, nargs="*", default=[0.0, 2.0, 1.5, 1.25, 1.0])
     parser.add_argument("--out", required=True)
     arguments = parser.parse_args(argv)
     base = layout_of(1, 1).recipe
@@ -137,6 +152,7 @@ def main(argv: list[str]) -> None:
     for dp in arguments.dp:
         steps = max(min(40, arguments.steps), arguments.steps // dp)
         rows += [row | {"steps": steps} for row in with_pipeline(dp, documents, steps, arguments.seeds)]
+    rows += bounded(arguments.factors, documents, arguments.steps, arguments.seeds)
     write_results(arguments.out, rows, "cpu")
 
 
