@@ -24,7 +24,13 @@ import torch.distributed as dist
 
 from torchtitan_wlb.checkpoint import CheckpointManager, find_checkpoint, set_aside_later
 from torchtitan_wlb.config import JobConfig
-from torchtitan_wlb.config_checks import batch_problems, resolve_packing, settings_without_effect, validate
+from torchtitan_wlb.config_checks import (
+    batch_problems,
+    reshards_parameters,
+    resolve_packing,
+    settings_without_effect,
+    validate,
+)
 from torchtitan_wlb.config_manager import exit_on_config_error, load_config
 from torchtitan_wlb.cost.devices import DEVICES, find_device
 from torchtitan_wlb.cost.profile import build_cost_model, build_kernel_cost, read_profile
@@ -180,7 +186,7 @@ def main(job_config: JobConfig) -> None:
     logger.info(f"{parallel_dims} on {device.type}; {settings.describe()}")
 
     # The model: this rank's stages.
-    reshard = {"always": True, "never": False, "default": parallel_dims.pp == 1}[parallelism.reshard_after_forward]
+    reshards = reshards_parameters(job_config, parallel_dims, settings.n)
     model_parts = [
         build_stage(
             model_args,
@@ -199,7 +205,7 @@ def main(job_config: JobConfig) -> None:
             ac_every=job_config.activation_checkpoint.selective_every,
             compile=job_config.compile.enable,
             recompute_kv=job_config.context_parallel.recompute_kv,
-            reshard_after_forward=reshard,
+            reshard_after_forward=reshards,
             cpu_offload=training.enable_cpu_offload and device.type == "cuda",
         )
         for i in stages_of(plan.actions[my["pp"]])
@@ -217,6 +223,7 @@ def main(job_config: JobConfig) -> None:
         dim=model_args.dim,
         tp=parallel_dims.tp,
         clock=clock,
+        gathers_once=not reshards,
     )
     optimizers = build_optimizers(model_parts, job_config.optimizer)
 

@@ -229,7 +229,7 @@ class Bench:
         ]  # fmt: skip
         pipeline = Pipeline(
             parts, actions=plan.actions, world_mesh=self.mesh, device=DEVICE, dtype=DTYPE, dim=args.dim, tp=dims.tp,
-            clock=MicroBatchClock(DEVICE, timed=False),
+            clock=MicroBatchClock(DEVICE, timed=False), gathers_once=True,
         )  # fmt: skip
         if same:
             return same._replace(pipeline=pipeline, step_model=plan.step_model)

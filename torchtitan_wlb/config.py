@@ -172,7 +172,9 @@ class Parallelism(Section):
     pipeline_parallel_stages_per_rank: Count = 2
     """Stages a rank of Interleaved1F1B, LoopedBFS and InterleavedZeroBubble (ZBVZeroBubble and DualPipeV have two)."""
     reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free gathered parameters after forward; default: yes without pipelining, no with it."""
+    """Free gathered parameters after forward, and between micro-batches. Without pipelining ranks that share them then
+    wait for each other in every micro-batch, so wlb makes all micro-batches equal. default: where a rank has one
+    micro-batch a step and there is no pipelining."""
 
 
 class Optimizer(Section):

@@ -106,6 +106,12 @@ def resolve_batch(config: JobConfig, dims: ParallelDims) -> int:
     return dims.dp * default_micro_batches(config.parallelism.pipeline_parallel_schedule, dims.pp) if n == -1 else n
 
 
+def reshards_parameters(config: JobConfig, dims: ParallelDims, n: int) -> bool:
+    """parallelism.reshard_after_forward with default resolved, for n micro-batches a step."""
+    chosen = config.parallelism.reshard_after_forward
+    return chosen == "always" or (chosen == "default" and dims.pp == 1 and n == dims.dp)
+
+
 def resolve_packing(
     config: JobConfig, dims: ParallelDims, cost: CostModel, seed: int | None = None
 ) -> Iterator[PackingSettings]:
@@ -129,7 +135,9 @@ def resolve_packing(
     for s in [base, *(base.split(k) for k in SPLITS[1:] if may_split)]:
         if not any(batch_problems(s.n, dims, schedule)):
             idle = bubble(schedule, dims.pp, s.n // dims.dp, p.pipeline_parallel_stages_per_rank)
-            yield replace(s, objective=StepObjective(dims.dp, idle))
+            # Parameters that are gathered for every micro-batch make ranks wait in every one.
+            waits_in_each = dims.pp == 1 and dims.dp > 1 and reshards_parameters(config, dims, s.n)
+            yield replace(s, objective=StepObjective(s.n if waits_in_each else dims.dp, idle))
         elif s is base:
             yield base  # check_batch says what is wrong with it
 

@@ -1,5 +1,6 @@
 """Train one step in a layout with the code that train.py uses, and write down what every rank saw."""
 
+import contextlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from torchtitan_wlb.profiling import MicroBatchClock
 N_IDS = 259
 KERNEL_COST = analytic_kernel_cost(DEVICES["cpu"], 1.0, 1.0)
 ARGS = ModelArgs(dim=64, n_layers=8, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=384)
+COUNTED = ("dp2", "dp2-always")  # cases whose all-gathers of parameters are counted
 MAX_POSITION, MULTIPLE, LOSS_CHUNK, SEED = 256, 12, 48, 7
 
 
@@ -91,19 +93,20 @@ def run_case(case: Case, documents, flip: tuple[int, int] | None, out: Path) -> 
     mesh = dims.build_mesh("cpu")
     stages = split_layers(ARGS.n_layers, count_stages(case.schedule, dims.pp, case.stages_per_rank), 1.0, 0.5)
     actions = schedule_actions(case.schedule, dims.pp, case.m, case.stages_per_rank, split=case.ac_mode == "none")
+    reshards = {"always": True, "never": False, "default": dims.pp == 1 and case.m == 1}[case.reshard]
     models = [
         build_stage(
             ARGS, stages[i], mesh, dims,
             n_ids=N_IDS, max_position=MAX_POSITION, loss_chunk=LOSS_CHUNK, seed=SEED, device=device,
             kernel=SDPA, param_dtype=torch.float32, reduce_dtype=torch.float32,
             ac_mode=case.ac_mode, ac_every=2, compile=case.compile, recompute_kv=case.recompute_kv,
-            reshard_after_forward={"always": True, "never": False, "default": dims.pp == 1}[case.reshard],
+            reshard_after_forward=reshards,
         )
         for i in stages_of(actions[my["pp"]])
     ]  # fmt: skip
     pipeline = Pipeline(
         models, actions=actions, world_mesh=mesh, device=device, dtype=torch.float32, dim=ARGS.dim, tp=dims.tp,
-        clock=MicroBatchClock(device, timed=False),
+        clock=MicroBatchClock(device, timed=False), gathers_once=not reshards,
     )  # fmt: skip
 
     hidden: list[torch.Tensor] = []
@@ -156,7 +159,9 @@ def run_case(case: Case, documents, flip: tuple[int, int] | None, out: Path) -> 
     forget_gradients()
     saved["validation_loss"] = total(step(documents, pipeline.evaluate))
     saved.update(hidden=[], owners=[])
-    saved["loss"] = total(step(documents))
+    with torch.profiler.profile() if case.name in COUNTED else contextlib.nullcontext() as profile:
+        saved["loss"] = total(step(documents))
+    saved["gathers"] = sum(e.name == "fsdp::all_gather_copy_in" for e in profile.events()) if profile else 0
     for name, p in parameters.items():
         assert p.grad is not None, f"{case.name}: rank {rank} has no gradient for {name}"
         full = p.grad.full_tensor()

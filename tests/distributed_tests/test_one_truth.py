@@ -25,6 +25,7 @@ CASES = {
     1: [Case("one"), Case("one-ac", ac_mode="full")],
     2: [
         Case("dp2", dp_shard=2),
+        Case("dp2-always", dp_shard=2, reshard="always"),
         Case("tp2", tp=2),
         Case("cp2-document", cp=2),
         Case("cp2-sequence", cp=2, sharding="per_sequence"),
@@ -149,6 +150,15 @@ def test_gradients_equal_the_reference(results, truth, name):
         assert rank["loss"] == pytest.approx(loss, rel=2e-6)
         assert rank["validation_loss"] == pytest.approx(loss, rel=2e-6)
         assert rank["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def test_parameters_are_gathered_once_a_step_or_for_every_micro_batch(results):
+    """Data-parallel ranks wait for each other whenever they gather (config_checks.resolve_packing counts on it)."""
+    modules = ARGS.n_layers + 2  # with the head and what is left
+    for rank in results("dp2"):
+        assert rank["gathers"] <= modules  # validation before it has left some in place
+    for rank in results("dp2-always"):
+        assert rank["gathers"] >= 2 * 2 * ARGS.n_layers  # two micro-batches, forward and backward
 
 
 def _outputs(ranks: list[dict], run: int) -> dict[tuple[int, int], torch.Tensor]:

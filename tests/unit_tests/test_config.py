@@ -207,3 +207,15 @@ def test_auto_offers_what_the_schedule_takes_with_the_same_tokens():
     uneven = ["--training.global_batch_size", "3", "--parallelism.pipeline_parallel_schedule", "Interleaved1F1B"]
     assert [n for n, _ in sizes(*uneven)] == [3 * k for k in (1, 2, 4, 6, 8) if 3 * k % max(1, 3 * k // 2) == 0]
     assert sizes("--packing.strategy", "plain") == [(4, 4096)]
+
+
+def test_wlb_packs_for_who_waits_for_whom():
+    def objectives(*flags, world_size=4):
+        config = load_config(["--training.global_batch_size", "16", *flags])
+        return [(s.objective.dp, s.objective.bubble) for s in resolve_packing(config, validate(config, world_size), ANY_COST)]
+
+    reshard = "--parallelism.reshard_after_forward"
+    assert objectives() == objectives(reshard, "never") == [(4, 0.0)]
+    assert objectives(reshard, "always") == [(16, 0.0)]  # ranks gather parameters for every micro-batch
+    assert objectives(reshard, "always", world_size=1) == [(1, 0.0)]  # with nobody to wait for
+    assert objectives("--parallelism.pipeline_parallel_degree", "4", reshard, "always") == [(1, 3.0)]

@@ -110,6 +110,9 @@ class Pipeline:
         world_mesh: the device mesh; its `pp` dimension is used.
         device, dtype, dim, tp: of the activations between stages.
         clock: told when the parts of micro-batches begin and end.
+        gathers_once: without pipelining, keep gathered parameters from the first forward to the last backward of a
+            step, so that data-parallel ranks wait for each other once and not in every micro-batch. Needs a model that
+            was built with reshard_after_forward=False.
     """
 
     def __init__(
@@ -123,8 +126,9 @@ class Pipeline:
         dim: int,
         tp: int,
         clock: MicroBatchClock,
+        gathers_once: bool = False,
     ):
-        self.model_parts, self._tp, self._clock = model_parts, tp, clock
+        self.model_parts, self._tp, self._clock, self._gathers_once = model_parts, tp, clock, gathers_once
         self._schedule = None
         if world_mesh["pp"].size() > 1:
             group, mine = world_mesh["pp"].get_group(), stages_of(actions[world_mesh["pp"].get_local_rank()])
@@ -167,6 +171,7 @@ class Pipeline:
             is_last = i == len(micro_batches) - 1
             model.set_requires_gradient_sync(is_last)
             model.set_is_last_backward(is_last)
+            model.set_reshard_after_backward(is_last or not self._gathers_once)
             with self._clock.part("forward", i):
                 loss = model(mb.tokens, **_kwargs(mb, loss_scale))
             with self._clock.part("backward", i):
