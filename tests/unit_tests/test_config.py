@@ -212,7 +212,10 @@ def test_auto_offers_what_the_schedule_takes_with_the_same_tokens():
 def test_wlb_packs_for_who_waits_for_whom():
     def objectives(*flags, world_size=4):
         config = load_config(["--training.global_batch_size", "16", *flags])
-        return [(s.objective.dp, s.objective.bubble) for s in resolve_packing(config, validate(config, world_size), ANY_COST)]
+        return [
+            (s.objective.dp, s.objective.bubble)
+            for s in resolve_packing(config, validate(config, world_size), ANY_COST)
+        ]
 
     reshard = "--parallelism.reshard_after_forward"
     assert objectives() == objectives(reshard, "never") == [(4, 0.0)]
