@@ -29,7 +29,7 @@ from torchtitan_wlb.config_manager import exit_on_config_error
 from torchtitan_wlb.logger import init_logger
 from torchtitan_wlb.packing.objective import StepObjective
 from torchtitan_wlb.packing.settings import PackingSettings
-from torchtitan_wlb.packing.tuning import tune
+from torchtitan_wlb.packing.tuning import search_price, tune
 
 WINDOW, SPLITS, TARGETS = 131072, (1, 2, 4), (0.4, 0.8)
 
@@ -59,24 +59,13 @@ def judge(layout: Layout, settings: PackingSettings, documents: Lengths, shardin
 
 def with_delay(settings: PackingSettings, target: float, documents: Lengths, steps: int, seeds: int) -> PackingSettings:
     """With the delay_price, to 2%, that is fastest by the objective among those with which these documents wait at most
-    `target` steps; searched as in packing/tuning.py."""
-    within: dict[float, float] = {}
+    `target` steps."""
 
-    def is_within(price: float) -> bool:
+    def judge(price: float) -> tuple[float, float]:
         found = mean_quality(documents.planner, replace(settings, delay_price=price), steps, range(seeds))
-        if found["delay_mean_steps"] <= target:
-            within[price] = found["speed"]
-        return price in within
+        return found["delay_mean_steps"], found["speed"]
 
-    price, factor = 4.0, 1.6
-    while is_within(price) and price > 0.01:
-        price /= factor
-    lowest = price * factor
-    while price not in within and factor > 1.02:
-        factor **= 0.5
-        if is_within(lowest / factor):
-            lowest /= factor
-    return replace(settings, delay_price=max(within, key=lambda p: within[p], default=4.0))
+    return replace(settings, delay_price=search_price(judge, target, precision=1.01))
 
 
 def with_pipeline(dp: int, documents: Lengths, steps: int, seeds: int) -> list[dict]:

@@ -63,21 +63,35 @@ def sample(settings: PackingSettings, make_planner: MakePlanner, steps: int = _S
 
 
 def find_delay_price(settings: PackingSettings, target_delay: float, make_planner: MakePlanner) -> float:
-    """The delay_price (to 6%) that trains fastest among those whose mean delay is within target_delay.
-
-    From high prices, with which nobody waits, down to the first one that lets documents wait too long. Far below that
-    they all wait for the age limit, and delay is no measure any more.
-    """
+    """The delay_price (to 6%) that trains fastest among those whose mean delay is within target_delay."""
     began = time.perf_counter()
-    within: dict[float, float] = {}  # price: speed
 
-    def is_within(price: float) -> bool:
+    def judge(price: float) -> tuple[float, float]:
         quality = sample(replace(settings, delay_price=price), make_planner)
         if time.perf_counter() > began + _SILENCE:
             waited = quality.delay_mean_steps
             logger.info(f"Looking for packing.delay_price: {price:.3g} lets tokens wait {waited:.2f} steps")
-        if quality.delay_mean_steps <= target_delay:
-            within[price] = quality.speed
+        return quality.delay_mean_steps, quality.speed
+
+    return search_price(judge, target_delay)
+
+
+def search_price(judge: Callable[[float], tuple[float, float]], target_delay: float, precision: float = 1.05) -> float:
+    """The fastest price within a delay.
+
+    From high prices, with which nobody waits, down to the first one that lets documents wait too long. Far below that
+    they all wait for the age limit, and delay is no measure any more.
+
+    Args:
+        judge: price -> (mean delay in steps, speed).
+        precision: ratio of neighbouring prices below which none is tried between them.
+    """
+    within: dict[float, float] = {}  # price: speed
+
+    def is_within(price: float) -> bool:
+        delay, speed = judge(price)
+        if delay <= target_delay:
+            within[price] = speed
         return price in within
 
     price = _HIGHEST
@@ -85,7 +99,7 @@ def find_delay_price(settings: PackingSettings, target_delay: float, make_planne
         price /= _FACTOR
     if price not in within:
         lowest, factor = price * _FACTOR, _FACTOR**0.5
-        while factor > 1.05 and within:
+        while factor > precision and within:
             if is_within(lowest / factor):
                 lowest /= factor
             factor **= 0.5
