@@ -162,7 +162,7 @@ def main(job_config: JobConfig) -> None:
         cost=settings.cost,
         device=DEVICES[kind],
         bytes_per_token=model_args.dim * dtype.itemsize / (parallel_dims.cp * parallel_dims.tp),
-        recomputed=job_config.activation_checkpoint.recomputed,
+        ac=job_config.activation_checkpoint.kept,
     )
     layout = Layout(
         dp=parallel_dims.dp,
@@ -201,8 +201,7 @@ def main(job_config: JobConfig) -> None:
             device=device,
             param_dtype=dtype,
             reduce_dtype=getattr(torch, training.mixed_precision_reduce),
-            ac_mode=job_config.activation_checkpoint.mode,
-            ac_every=job_config.activation_checkpoint.selective_every,
+            ac=job_config.activation_checkpoint.kept,
             compile=job_config.compile.enable,
             recompute_kv=job_config.context_parallel.recompute_kv,
             reshard_after_forward=reshards,

@@ -25,15 +25,15 @@ import torch
 import torch.distributed as dist
 
 from scripts.origin import write_results
+from scripts.timing import attend_and_back, make_inputs
 from torchtitan_wlb.context_parallel.attention import ContextParallelAttention
-from torchtitan_wlb.context_parallel.exchange import shard_meta
+from torchtitan_wlb.context_parallel.exchange import ShardMeta, shard_meta
 from torchtitan_wlb.context_parallel.selection import KINDS, choose_plan, latency
 from torchtitan_wlb.context_parallel.shard_plan import ShardPlan
 from torchtitan_wlb.cost.kernel_cost import KernelCost, measured_kernel_cost
 from torchtitan_wlb.data.micro_batch import padded_length
 from torchtitan_wlb.data.sources import synthetic_lengths
-from torchtitan_wlb.models.attention import AttentionMeta, PackedAttention
-from torchtitan_wlb.models.kernels import select_kernel
+from torchtitan_wlb.models.kernels import Segments, select_kernel
 from torchtitan_wlb.parallelisms.distributed import init_distributed, select_device
 
 SHARDINGS = (*KINDS, "adaptive")
@@ -45,10 +45,9 @@ class Bench:
 
     def __init__(self, device: torch.device, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype):
         self.device, self.heads, self.kv_heads, self.head_dim, self.dtype = device, heads, kv_heads, head_dim, dtype
-        kernel = select_kernel(device.type, dtype)
-        self.alone = PackedAttention(kernel)  # one rank's own queries and keys
+        self.kernel = select_kernel(device.type, dtype)
         assert dist.group.WORLD is not None
-        self.together = ContextParallelAttention(kernel, dist.group.WORLD)
+        self.together = ContextParallelAttention(self.kernel, dist.group.WORLD)
         self.pair_flops = 4 * heads * head_dim * 3.5
 
     def tensors(self, q: int, k: int) -> list[torch.Tensor]:
@@ -74,17 +73,22 @@ class Bench:
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return [x * 1e3 for x in slowest.tolist()]
 
-    def attend(self, attention: PackedAttention, meta: AttentionMeta, inputs: list[torch.Tensor]) -> list[float]:
+    def attend(self, meta: ShardMeta, tokens: int) -> list[float]:
         """Milliseconds of (forward, backward, both) on the slowest rank."""
-        out: list[torch.Tensor] = []
+        inputs, out = self.tensors(tokens, tokens), []
         return self.slowest(
-            lambda: out.append(attention(*inputs, meta)),
+            lambda: out.append(self.together(*inputs, meta)),
             lambda: torch.autograd.grad(out[0], inputs, torch.ones_like(out[0])),
         )
 
+    def alone(self, q: int, k: int) -> float:
+        """Milliseconds, on the slowest rank, of the kernel for q queries of which the last sees k keys."""
+        tensors = make_inputs(self.device, self.dtype, q, k, self.heads, self.kv_heads, self.head_dim)
+        return self.slowest(partial(attend_and_back, self.kernel, tensors, Segments.of([q], [k], self.device)))[-1]
+
     def reference(self) -> float:
         """Milliseconds of one fixed piece of work: how fast the machine is at this moment."""
-        return self.attend(self.alone, AttentionMeta([(0, 4096, 0, 4096)]), self.tensors(4096, 4096))[-1]
+        return self.alone(4096, 4096)
 
     def profile(self) -> tuple[KernelCost, float]:
         """(kernel cost measured on all ranks at once, median of the reference meanwhile)."""
@@ -93,10 +97,9 @@ class Bench:
         for k in knots:
             references += [self.reference() for _ in range(3)]
             for q in [x for x in knots if k // 64 <= x <= k]:
-                inputs, meta = self.tensors(q, k), AttentionMeta([(0, q, 0, k)])
                 runs = 2 if q * k > 4096 * 4096 else 3 if q * k > 512 * 2048 else 9
-                self.attend(self.alone, meta, inputs)
-                ms = statistics.median(self.attend(self.alone, meta, inputs)[-1] for _ in range(runs))
+                self.alone(q, k)
+                ms = statistics.median(self.alone(q, k) for _ in range(runs))
                 rows.append((q, k, ms * 1e-3))
         times = []
         for tokens in (256, 4096):
@@ -179,9 +182,8 @@ def main(argv: list[str]) -> None:
         for number, (i, sharding, plan) in enumerate(order):
             if number % 16 == 0:
                 references.append(bench.reference())
-            inputs = bench.tensors(plan.n_tokens // cp, plan.n_tokens // cp)
             meta = shard_meta(plan, rank).map(lambda x: x.to(device))
-            rounds[i, sharding].append(bench.attend(bench.together, meta, inputs))
+            rounds[i, sharding].append(bench.attend(meta, plan.n_tokens // cp))
         if rank == 0:
             print(f"round {r + 1} of {arguments.rounds}", flush=True)
     if rank == 0:

@@ -215,7 +215,7 @@ class Bench:
         schedule, _, count = schedule.partition("/")
         plan = plan_pipeline(
             args, schedule=schedule, pp=dims.pp, stages_per_rank=int(count or 2), m=split * self.n // dims.dp,
-            seq_len=self.window // 4, cost=self.cost, recomputed=float(self.recomputes), device=self.device,
+            seq_len=self.window // 4, cost=self.cost, ac="full" if self.recomputes else "none", device=self.device,
             bytes_per_token=args.dim * 4 / (dims.cp * dims.tp),
         )  # fmt: skip
         parts = same.parts if same else [
@@ -223,7 +223,7 @@ class Bench:
                 args, plan.stages[i], self.mesh, dims, kernel=SDPA,
                 n_ids=self.tokenizer.n_ids, max_position=self.window, loss_chunk=1024, seed=0, device=DEVICE,
                 param_dtype=DTYPE, reduce_dtype=DTYPE, reshard_after_forward=False,
-                ac_mode="full" if self.recomputes else "none",
+                ac="full" if self.recomputes else "none",
             )
             for i in stages_of(plan.actions[my["pp"]])
         ]  # fmt: skip

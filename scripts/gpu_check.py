@@ -13,60 +13,27 @@ that it works.
 import argparse
 import json
 import random
-import statistics
 import time
 from typing import Any
 
 import torch
 
 from scripts.origin import origin, write_results
+from scripts.timing import attend_and_back, kernel_milliseconds, make_inputs
 from torchtitan_wlb.context_parallel.selection import KINDS, attention_seconds, build_plan
 from torchtitan_wlb.cost.kernel_cost import KernelCost, measured_kernel_cost
 from torchtitan_wlb.data.sources import synthetic_lengths
 from torchtitan_wlb.errors import ConfigError
-from torchtitan_wlb.models.kernels import SDPA, Kernel, Segments, select_kernel
+from torchtitan_wlb.models.kernels import KERNELS, SDPA, Kernel, Segments, select_kernel
 
 BUDGET_S = 380  # of which the plans get what is left
 
 
-def run(kernel: Kernel, tensors: list[torch.Tensor], segments: Segments):
-    """(output, dq, dk, dv)."""
-    q, k, v, g = tensors
-    out, lse = kernel.forward(q, k, v, segments)
-    return out, *kernel.backward(g, q, k, v, out, lse, segments)
-
-
-def milliseconds(kernel: Kernel, tensors: list[torch.Tensor], segments: Segments, runs: int) -> tuple[float, float]:
-    """Medians of (forward, backward)."""
-    q, k, v, g = tensors
-
-    def clock() -> float:
-        if q.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    times = []
-    for _ in range(runs + 1):
-        began = clock()
-        out, lse = kernel.forward(q, k, v, segments)
-        between = clock()
-        kernel.backward(g, q, k, v, out, lse, segments)
-        times.append((between - began, clock() - between))
-    forwards, backwards = zip(*times[1:])  # the first one warms up
-    return statistics.median(forwards) * 1e3, statistics.median(backwards) * 1e3
-
-
-def make(device, dtype, q: int, k: int, heads: int, kv_heads: int, dim: int):
-    """q, k, v and a gradient of the output."""
-    shapes = ((q, heads), (k, kv_heads), (k, kv_heads), (q, heads))
-    return [torch.randn(n, h, dim, device=device, dtype=dtype) for n, h in shapes]
-
-
 def parity(device, dtype) -> list[dict]:
     """Rows of relative errors of every kernel that runs on the device, a row with the reason for one that does not."""
-    segments = [(0, 300, 0, 300), (300, 301, 300, 301), (301, 600, 301, 1000), (600, 900, 301, 1300)]
+    segments = Segments.of([300, 1, 299, 300], [300, 1, 699, 999], device)
     rows: list[dict] = []
-    for name in ("sdpa", "varlen", "flash"):
+    for name in KERNELS:
         try:
             kernel = select_kernel(device.type, dtype, name)
         except ConfigError as error:
@@ -74,9 +41,9 @@ def parity(device, dtype) -> list[dict]:
             continue
         for heads, kv_heads in ((8, 8), (8, 2)):
             torch.manual_seed(0)
-            tensors = make(device, dtype, 900, 1300, heads, kv_heads, 128)
-            truth = run(SDPA, [t.float() for t in tensors], segments)
-            got = run(kernel, tensors, segments)
+            tensors = make_inputs(device, dtype, 900, 1999, heads, kv_heads, 128)
+            truth = attend_and_back(SDPA, [t.float() for t in tensors], segments)
+            got = attend_and_back(kernel, tensors, segments)
             errors = [((a.float() - b).norm() / b.norm()).item() for a, b in zip(got, truth)]
             rows.append(
                 {
@@ -96,8 +63,10 @@ def grid(kernel: Kernel, device, dtype, longest: int, heads: int) -> list[dict]:
     knots = [2**i for i in range(6, 18) if 2**i <= longest]
     for k in knots:
         for q in [x for x in knots if k // 256 <= x <= k]:
-            tensors = make(device, dtype, q, k, heads, heads, 128)
-            forward, backward = milliseconds(kernel, tensors, [(0, q, 0, k)], 3 if q * k > 2**28 else 7)
+            tensors = make_inputs(device, dtype, q, k, heads, heads, 128)
+            forward, backward = kernel_milliseconds(
+                kernel, tensors, Segments.of([q], [k], device), runs=3 if q * k > 2**28 else 7
+            )
             rows.append({"q": q, "k": k, "forward_ms": forward, "backward_ms": backward})
     return rows
 
@@ -119,9 +88,11 @@ def plans(kernel: Kernel, device, dtype, cost: KernelCost, window: int, heads: i
                 plan = build_plan(kind, lengths, window, cp, cost)
                 measured = []
                 for rank in range(cp):
-                    tensors = make(device, dtype, window // cp, window, heads, heads, 128)
-                    segments = [tuple(s) for s in plan.segments(rank).tolist()]
-                    measured.append(sum(milliseconds(kernel, tensors, segments, 3)))
+                    queries, keys, positions = plan.segments(rank)
+                    sizes = int(queries.sum()), len(positions)
+                    tensors = make_inputs(device, dtype, *sizes, heads, heads, 128)
+                    segments = Segments.of(queries, keys, device)
+                    measured.append(sum(kernel_milliseconds(kernel, tensors, segments)))
                 predicted = float(attention_seconds(plan, cost).max()) * 1e3
                 rows.append(
                     {

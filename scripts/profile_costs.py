@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from torch import nn
 
 from scripts.origin import hardware, write_results
 from scripts.recipe import Recipe, resolve_recipe
+from scripts.timing import Clock, kernel_milliseconds, make_inputs, medians
 from torchtitan_wlb.config import JobConfig, Parallelism
 from torchtitan_wlb.config_manager import exit_on_config_error, load_config
 from torchtitan_wlb.cost.devices import DEVICES
@@ -32,33 +34,18 @@ from torchtitan_wlb.data.step_builder import Layout, StepBuilder
 from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.logger import init_logger
 from torchtitan_wlb.loss import IGNORE_INDEX
-from torchtitan_wlb.models.attention import AttentionMeta, PackedAttention
-from torchtitan_wlb.models.kernels import select_kernel
+from torchtitan_wlb.models.attention import AttentionMeta
+from torchtitan_wlb.models.kernels import Segments, select_kernel
 from torchtitan_wlb.models.llama import LossHead, ModelArgs, Transformer, TransformerBlock, rotary_table
 from torchtitan_wlb.packing.quality import measure
 
-MIN_SECONDS, MIN_RUNS = 0.2, 3  # per measurement
+ENOUGH: dict[str, Any] = {"least_seconds": 0.2, "runs": 3}  # of a measurement
+FILLED = 65536  # queries of a call on a GPU
 
 
-def clock() -> float:
-    """Seconds, when all work so far is done."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def timed(forward: Callable[[], torch.Tensor], clock: Callable[[], float] = clock) -> tuple[float, float]:
+def timed(forward: Callable[[], torch.Tensor], device: torch.device, clock: Clock) -> tuple[float, float]:
     """Median milliseconds of (forward, backward) of a function that returns a tensor with a graph."""
-    runs: list[tuple[float, float]] = []
-    began = time.perf_counter()
-    while len(runs) < MIN_RUNS + 1 or time.perf_counter() - began < MIN_SECONDS:
-        a = clock()
-        out = forward()
-        b = clock()
-        out.backward(torch.ones_like(out))
-        runs.append((b - a, clock() - b))
-    forwards, backwards = zip(*runs[1:])  # the first one warms up
-    return statistics.median(forwards) * 1e3, statistics.median(backwards) * 1e3
+    return medians(device, forward, lambda out: out.backward(torch.ones_like(out)), clock=clock, **ENOUGH)
 
 
 def measure_attention(
@@ -67,25 +54,23 @@ def measure_attention(
     dtype: torch.dtype,
     device: torch.device,
     longest: int,
-    clock: Callable[[], float] = clock,
+    clock: Clock = time.perf_counter,
     whole_only: bool = False,
 ) -> list[dict]:
     """Rows q, k, forward_ms, backward_ms of one layer on one rank: k = q are whole documents, k > q chunks at the end
-    of one."""
-    attention = PackedAttention(select_kernel(device.type, dtype))
+    of one. On a GPU a call is filled with equal segments, as it is in training: a short one alone would leave most of
+    the device idle and be timed for that."""
+    kernel = select_kernel(device.type, dtype)
     heads, kv_heads = args.n_heads // tp, max(1, args.n_kv_heads // tp)
     knots = [x for x in (2**i for i in range(4, 30)) if x < longest] + [longest]
     rows = []
     for k in knots:
         for q in [x for x in knots if x == k or (k // 64 <= x < k and not whole_only)]:
-            x = [
-                torch.randn(n, h, args.head_dim, dtype=dtype, device=device)
-                for n, h in ((q, heads), (k, kv_heads), (k, kv_heads))
-            ]
-            query, key, value = (t.requires_grad_() for t in x)
-            attend = partial(attention, query[None], key[None], value[None], AttentionMeta([(0, q, 0, k)]))
-            forward_ms, backward_ms = timed(attend, clock)
-            rows.append({"q": q, "k": k, "forward_ms": forward_ms, "backward_ms": backward_ms})
+            n = max(1, min(FILLED // q, 16 * FILLED // k)) if device.type == "cuda" else 1
+            tensors = make_inputs(device, dtype, n * q, n * k, heads, kv_heads, args.head_dim)
+            segments = Segments.of([q] * n, [k] * n, device)
+            forward_ms, backward_ms = kernel_milliseconds(kernel, tensors, segments, clock=clock, **ENOUGH)
+            rows.append({"q": q, "k": k, "forward_ms": forward_ms / n, "backward_ms": backward_ms / n})
     return rows
 
 
@@ -117,7 +102,7 @@ def measure_linear(
     dtype: torch.dtype,
     device: torch.device,
     longest: int,
-    clock: Callable[[], float] = clock,
+    clock: Clock = time.perf_counter,
 ) -> list[dict]:
     """Rows tokens, layer_ms, head_ms (forward + backward): a layer whose attention is free, and head with loss."""
     block = block_share(args, tp).to(device, dtype)
@@ -129,8 +114,8 @@ def measure_linear(
         x = torch.randn(1, tokens, args.dim, dtype=dtype, device=device, requires_grad=True)
         labels = torch.randint(0, head.n_ids, (1, tokens), device=device)
         positions = torch.arange(tokens, device=device) % longest
-        layer = timed(partial(block, x, rope=rope[positions], meta=AttentionMeta([])), clock)
-        top = timed(partial(head, x, labels), clock)
+        layer = timed(partial(block, x, rope=rope[positions], meta=AttentionMeta.of([])), device, clock)
+        top = timed(partial(head, x, labels), device, clock)
         rows.append({"tokens": tokens, "layer_ms": sum(layer), "head_ms": sum(top)})
     return rows
 
@@ -185,7 +170,7 @@ def check(config: JobConfig, profile: str, n: int, device: torch.device) -> dict
                     "tokens": mb.n_tokens,
                     "documents": len(mb.lengths),
                     "predicted_ms": predicted * 1e3,
-                    "measured_ms": sum(timed(run)),
+                    "measured_ms": sum(timed(run, device, time.perf_counter)),
                 }
             )
         if len(rows) >= n:

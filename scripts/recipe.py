@@ -25,7 +25,7 @@ from torchtitan_wlb.packing.planner import StepPlanner
 from torchtitan_wlb.packing.settings import PackingSettings
 from torchtitan_wlb.packing.tuning import tune
 from torchtitan_wlb.parallelisms.parallel_dims import ParallelDims
-from torchtitan_wlb.parallelisms.pipeline_llama import plan_pipeline
+from torchtitan_wlb.parallelisms.pipeline_llama import PipelinePlan, plan_pipeline
 
 MakePlanner = Callable[[PackingSettings], StepPlanner]
 
@@ -68,14 +68,18 @@ class Recipe:
         return partial(make_planner, self.own_documents())
 
     def step_model(self, n: int = 0) -> StepModel:
-        """The time model of one of the recipe's pipelines.
+        """The time model of one of the recipe's pipelines; n: see pipeline_plan."""
+        return self.pipeline_plan(n).step_model
+
+    def pipeline_plan(self, n: int = 0) -> PipelinePlan:
+        """How one of the recipe's pipelines is cut and scheduled.
 
         Args:
             n: micro-batches of a step over all pipelines; 0: the recipe's.
         """
         p, dims = self.config.parallelism, self.dims
         value_bytes = getattr(torch, self.config.training.mixed_precision_param).itemsize
-        plan = plan_pipeline(
+        return plan_pipeline(
             self.args,
             schedule=p.pipeline_parallel_schedule,
             pp=dims.pp,
@@ -85,9 +89,8 @@ class Recipe:
             cost=self.settings.cost,
             device=DEVICES[self.device],
             bytes_per_token=self.args.dim * value_bytes / (dims.tp * dims.cp),
-            recomputed=self.config.activation_checkpoint.recomputed,
+            ac=self.config.activation_checkpoint.kept,
         )
-        return plan.step_model
 
 
 def resolve_recipe(config: JobConfig, *, ranks: int = 0, seed: int | None = None) -> Recipe:

@@ -11,7 +11,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat
 
-from torchtitan_wlb.config_types import Count, CountOrAuto, Decay, Natural, NonNegative, Section, Several, SeveralOrAuto
+from torchtitan_wlb.config_types import (
+    Count,
+    CountOrAuto,
+    CountOrOp,
+    Decay,
+    Natural,
+    NonNegative,
+    Section,
+    Several,
+    SeveralOrAuto,
+)
 
 
 class Job(Section):
@@ -212,19 +222,21 @@ class LRScheduler(Section):
 
 class ActivationCheckpoint(Section):
     mode: Literal["none", "selective", "full"] = "none"
-    """Recompute activations in backward: of no block, of every n-th, of all."""
-    selective_every: Count = 2
-    """Selective: every n-th block is recomputed."""
+    """Compute activations again in backward: none, some (selective_ac_option says which), or all but the output of
+    attention, which costs far more time than it takes memory."""
+    selective_ac_option: CountOrOp = "op"
+    """Selective: `op` keeps matrix products and attention with its exchange and repeats the cheap rest (norms, rotary
+    positions, activation function, gathers of tensor parallelism); a number n is `full` in every n-th block."""
 
     @property
-    def recomputed(self) -> float:
-        """Share of the blocks whose forward runs again in backward."""
-        return {"none": 0.0, "selective": 1 / self.selective_every, "full": 1.0}[self.mode]
+    def kept(self) -> str | int:
+        """`none`, `op`, `full`, or n for `full` in every n-th block (parallelize_llama.apply_ac)."""
+        return self.selective_ac_option if self.mode == "selective" else self.mode
 
 
 class Compile(Section):
     enable: bool = False
-    """torch.compile every transformer block with dynamic sequence length (attention itself stays eager)."""
+    """torch.compile every transformer block with dynamic sequence length (attention is one operator in it)."""
 
 
 class Checkpoint(Section):

@@ -31,7 +31,6 @@ SECTIONS: dict[str, Any] = {name: info.annotation for name, info in JobConfig.mo
 
 # Keys of torchtitan's TOML files up to 2025 that are called something else here.
 MOVED = {
-    "activation_checkpoint.selective_ac_option": "activation_checkpoint.mode and activation_checkpoint.selective_every",
     "checkpoint.create_seed_checkpoint": "nothing: initial weights are the same in every layout",
     "checkpoint.enable_checkpoint": "checkpoint.enable",
     "checkpoint.interval_type": "checkpoint.interval, which counts steps",

@@ -21,12 +21,17 @@ def _as_tuple_or_auto(value: Any) -> Any:
     return "auto" if value in ("auto", ["auto"], ("auto",)) else _as_tuple(value)
 
 
+def _as_number(value: Any) -> Any:
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
 Count = Annotated[int, Field(ge=1, le=2**40)]
 Natural = Annotated[int, Field(ge=0, le=2**40)]
 CountOrAuto = Annotated[int, Field(le=2**40), AfterValidator(_is_auto_or_positive)]
 NonNegative = Annotated[float, Field(ge=0)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Several = Annotated[tuple[T, ...], BeforeValidator(_as_tuple)]  # one value stands for a tuple of one
+CountOrOp = Annotated[Literal["op"] | Count, BeforeValidator(_as_number)]  # torchtitan writes the number as a word
 SeveralOrAuto = Annotated[T | Literal["auto"], BeforeValidator(_as_tuple_or_auto)]
 
 

@@ -39,7 +39,9 @@ PRIVATE = {
     # Activation checkpointing as a module, as torchtitan has it.
     "checkpoint_wrapper": "torch.distributed.algorithms._checkpoint.checkpoint_wrapper:checkpoint_wrapper",
     # donated_buffer: compiled graphs whose backward runs twice.
-    "functorch_config": "torch._functorch:config",
+    "functorch_config": "torch._functorch.config:",
+    # An operator takes a process group by its name.
+    "resolve_group": "torch.distributed.distributed_c10d:_resolve_process_group",
     # The seam at which torch's own context parallelism takes another order of tokens.
     "LoadBalancer": f"{_BALANCER}:_LoadBalancer",
     "generate_indices": f"{_BALANCER}:_LoadBalancer._generate_indices",
@@ -60,6 +62,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(name)
     module, _, attributes = PRIVATE[name].partition(":")
     found = importlib.import_module(module)
-    for attribute in attributes.split("."):
+    for attribute in filter(None, attributes.split(".")):
         found = getattr(found, attribute)
     return found

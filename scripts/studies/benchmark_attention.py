@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from scripts.origin import write_results
+from scripts.timing import attend_and_back
 from torchtitan_wlb.context_parallel.shard_plan import per_document
 from torchtitan_wlb.models.kernels import SDPA, Segments
 
@@ -31,9 +32,7 @@ def tensors(tokens: int) -> list[torch.Tensor]:
 
 def kernel(qkv: list[torch.Tensor], segments: Segments) -> None:
     """Forward and backward of the project's kernel."""
-    q, k, v = qkv
-    out, lse = SDPA.forward(q, k, v, segments)
-    SDPA.backward(torch.ones_like(out), q, k, v, out, lse, segments)
+    attend_and_back(SDPA, [*qkv, torch.ones_like(qkv[0])], segments)
 
 
 def torch_sdpa(qkv: list[torch.Tensor], mask: torch.Tensor | None) -> None:
@@ -62,7 +61,9 @@ def chunks() -> dict:
     runs: dict[str, Callable[[], None]] = {"whole_causal_sdpa": lambda: torch_sdpa(whole, None)}
     for rank in range(2):
         index = torch.from_numpy(plan.token_index(rank))
-        mine, segments = [whole[0][index], *whole[1:]], [tuple(s) for s in plan.segments(rank).tolist()]
+        queries, keys, positions = plan.segments(rank)
+        gathered = torch.from_numpy(positions)
+        mine, segments = [whole[0][index], *(x[gathered] for x in whole[1:])], Segments.of(queries, keys)
         runs[f"rank_{rank}"] = lambda m=mine, s=segments: kernel(m, s)  # type: ignore[misc]
     ms = interleaved(runs, 5)
     slowest = max(ms["rank_0"], ms["rank_1"])
@@ -75,7 +76,7 @@ def packed() -> dict:
     qkv = tensors(n * d)
     document = torch.arange(n * d) // d
     mask = (document[:, None] == document) & torch.ones(n * d, n * d, dtype=torch.bool).tril()
-    segments = [(i * d, (i + 1) * d, i * d, (i + 1) * d) for i in range(n)]
+    segments = Segments.of([d] * n)
     ms = interleaved({"segments": lambda: kernel(qkv, segments), "dense_mask": lambda: torch_sdpa(qkv, mask)}, 3)
     return {"documents": n, "tokens_each": d, "ms": ms, "dense_mask_over_segments": ms["dense_mask"] / ms["segments"]}
 
@@ -88,11 +89,13 @@ def _status(name: str) -> float:
 
 def _peak(tokens: int, queue) -> None:
     torch.set_num_threads(1)
-    kernel(tensors(64), [(0, 64, 0, 64)])
+    kernel(tensors(64), Segments.of([64]))
     qkv = tensors(tokens)
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
     before = _status("VmRSS")
-    kernel(qkv, [(0, tokens // 2, 0, tokens // 2), (tokens // 2, tokens, 0, tokens)])
+    halves = [x[: tokens // 2] for x in qkv[1:]]
+    qkv[1:] = [torch.cat([half, x]) for half, x in zip(halves, qkv[1:])]
+    kernel(qkv, Segments.of([tokens // 2, tokens // 2], [tokens // 2, tokens]))
     queue.put(_status("VmHWM") - before)
 
 

@@ -12,6 +12,7 @@ Measured like scripts/benchmark_step.py, whose rows these are; over_document_loo
 import argparse
 import sys
 from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,7 @@ class DenseMask(nn.Module):
         if not hasattr(meta, "mask"):
             tokens = q.shape[1]
             document = torch.arange(tokens)  # padding: each token on its own
-            for start, stop, *_ in meta.segments:
+            for start, stop in pairwise(meta.bounds()):
                 document[start:stop] = start
             same = document[:, None] == document
             meta.mask = same & torch.ones(tokens, tokens, dtype=torch.bool).tril()  # type: ignore[attr-defined]
@@ -52,10 +53,9 @@ class DocumentLoop(nn.Module):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         parts = [
             F.scaled_dot_product_attention(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], is_causal=True, enable_gqa=True)
-            for a, b, *_ in meta.segments
+            for a, b in pairwise(meta.bounds())
         ]
-        if meta.n_padding:
-            parts.append(torch.zeros_like(q[:, :, q.shape[2] - meta.n_padding :]))
+        parts.append(torch.zeros_like(q[:, :, meta.bounds()[-1] :]))
         return torch.cat(parts, dim=2).transpose(1, 2)
 
 

@@ -45,7 +45,7 @@ class Case:
     m: int = 2
     schedule: str = "1F1B"
     sharding: str = "per_document"
-    ac_mode: str = "none"
+    ac: str | int = "none"
     recompute_kv: bool = False
     stages_per_rank: int = 2
     compile: bool = False
@@ -92,14 +92,14 @@ def run_case(case: Case, documents, flip: tuple[int, int] | None, out: Path) -> 
     my = dims.coordinates(rank)
     mesh = dims.build_mesh("cpu")
     stages = split_layers(ARGS.n_layers, count_stages(case.schedule, dims.pp, case.stages_per_rank), 1.0, 0.5)
-    actions = schedule_actions(case.schedule, dims.pp, case.m, case.stages_per_rank, split=case.ac_mode == "none")
+    actions = schedule_actions(case.schedule, dims.pp, case.m, case.stages_per_rank, split=case.ac == "none")
     reshards = {"always": True, "never": False, "default": dims.pp == 1 and case.m == 1}[case.reshard]
     models = [
         build_stage(
             ARGS, stages[i], mesh, dims,
             n_ids=N_IDS, max_position=MAX_POSITION, loss_chunk=LOSS_CHUNK, seed=SEED, device=device,
             kernel=SDPA, param_dtype=torch.float32, reduce_dtype=torch.float32,
-            ac_mode=case.ac_mode, ac_every=2, compile=case.compile, recompute_kv=case.recompute_kv,
+            ac=case.ac, compile=case.compile, recompute_kv=case.recompute_kv,
             reshard_after_forward=reshards,
         )
         for i in stages_of(actions[my["pp"]])

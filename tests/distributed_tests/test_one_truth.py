@@ -22,7 +22,7 @@ from torchtitan_wlb.parallelisms.schedules import (
 )
 
 CASES = {
-    1: [Case("one"), Case("one-ac", ac_mode="full")],
+    1: [Case("one"), Case("one-ac", ac="full")],
     2: [
         Case("dp2", dp_shard=2),
         Case("dp2-always", dp_shard=2, reshard="always"),
@@ -31,7 +31,7 @@ CASES = {
         Case("cp2-sequence", cp=2, sharding="per_sequence"),
         Case("cp2-hybrid", cp=2, sharding="hybrid", recompute_kv=True),
         Case("pp2", pp=2, m=4),
-        Case("pp2-ac", pp=2, m=4, ac_mode="full"),
+        Case("pp2-ac", pp=2, m=4, ac="full"),
         Case("pp2-interleaved", pp=2, m=4, schedule="Interleaved1F1B"),
         Case("pp2-gpipe", pp=2, m=3, schedule="GPipe"),
         Case("pp2-loopedbfs", pp=2, m=3, schedule="LoopedBFS"),
@@ -39,8 +39,8 @@ CASES = {
         Case("pp2-zbv", pp=2, m=4, schedule="ZBVZeroBubble"),
         Case("pp2-zbv-compile", pp=2, m=4, schedule="ZBVZeroBubble", compile=True),
         Case("pp2-dualpipev", pp=2, m=5, schedule="DualPipeV"),
-        Case("pp2-zbv-ac", pp=2, m=4, schedule="ZBVZeroBubble", ac_mode="full"),
-        Case("pp2-zbv-compile-ac", pp=2, m=4, schedule="ZBVZeroBubble", compile=True, ac_mode="selective"),
+        Case("pp2-zbv-ac", pp=2, m=4, schedule="ZBVZeroBubble", ac="full"),
+        Case("pp2-zbv-compile-ac", pp=2, m=4, schedule="ZBVZeroBubble", compile=True, ac="op"),
         Case("tp2-compile", tp=2, compile=True),
     ],
     4: [
@@ -78,10 +78,10 @@ def random_cases(world_size: int, count: int, seed: int) -> list[Case]:
         case = Case(
             f"random{world_size}-{len(found)}", pp=pp, **{axis: rest}, m=rng.randint(pp, 2 * pp + 1),
             schedule=rng.choice(["1F1B", "GPipe", *LOOPED_SCHEDULES, *V_SCHEDULES]), stages_per_rank=rng.randint(1, 4),
-            ac_mode=rng.choice(["none", "none", "selective", "full"]), reshard=rng.choice(["default", "always", "never"]),
+            ac=rng.choice(["none", "none", 2, "op", "full"]), reshard=rng.choice(["default", "always", "never"]),
             recompute_kv=rng.random() < 0.3, sharding=rng.choice(["per_sequence", "hybrid", "alternating"]),
         )  # fmt: skip
-        splits = case.schedule in SPLIT_SCHEDULES and case.ac_mode == "none"
+        splits = case.schedule in SPLIT_SCHEDULES and case.ac == "none"
         stages = count_stages(case.schedule, pp, case.stages_per_rank)
         if (
             stages <= ARGS.n_layers
@@ -97,7 +97,7 @@ CASES[2] += [
     Case("pp2-interleaved-4", pp=2, m=4, schedule="Interleaved1F1B", stages_per_rank=4),
     Case("pp2-loopedbfs-4-always", pp=2, m=3, schedule="LoopedBFS", stages_per_rank=4, reshard="always"),
     Case("pp2-interleavedzb-4", pp=2, m=4, schedule="InterleavedZeroBubble", stages_per_rank=4),
-    Case("pp2-zbv-always-full", pp=2, m=4, schedule="ZBVZeroBubble", ac_mode="full", reshard="always"),
+    Case("pp2-zbv-always-full", pp=2, m=4, schedule="ZBVZeroBubble", ac="full", reshard="always"),
     *random_cases(2, 8, seed=1),
 ]
 CASES[4] += random_cases(4, 8, seed=2)

@@ -114,7 +114,7 @@ BAD = [
     (["--model.norm_type", "rmsnorm"], 4, r"the norm is RMSNorm"),
     (["--metrics.disable_color_printing"], 4, r"here it is metrics.enable_color"),
     (["--training.fsdp_reshard_after_forward", "never"], 4, r"here it is parallelism.reshard_after_forward"),
-    (["--activation_checkpoint.selective_ac_option", "2"], 4, r"here it is activation_checkpoint.mode"),
+    (["--activation_checkpoint.selective_ac_option", "mm"], 4, r"op"),
     (["--training.seed", "1"], 4, r"here it is debug.seed"),
     (["--training.batch_size", "8"], 4, r"here it is training.global_batch_size"),
 ]  # fmt: skip

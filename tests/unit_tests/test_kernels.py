@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scripts.timing import attend_and_back
 from torchtitan_wlb.context_parallel.selection import choose_plan
 from torchtitan_wlb.cost.devices import DEVICES
 from torchtitan_wlb.cost.kernel_cost import analytic_kernel_cost
@@ -18,7 +19,7 @@ from torchtitan_wlb.data.micro_batch import padded_length
 from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.loss import chunked_cross_entropy
 from torchtitan_wlb.models import kernels
-from torchtitan_wlb.models.kernels import SDPA, select_kernel
+from torchtitan_wlb.models.kernels import SDPA, Segments, select_kernel
 from torchtitan_wlb.models.llama import ModelArgs, RopeScaling, Transformer, llama_configs, rotary_table
 from torchtitan_wlb.parallelisms.pipeline_llama import split_layers
 from torchtitan_wlb.parallelisms.schedules import schedule_actions
@@ -37,13 +38,9 @@ def dense_attention(q, k, v, segments):
 
 
 def run_kernel(kernel, q, k, v, g, segments):
-    """(output with zeros outside segments, gradients)."""
-    out, lse = kernel.forward(q, k, v, segments)
-    covered = torch.zeros(len(q), dtype=torch.bool)
-    for q0, q1, _, _ in segments:
-        covered[q0:q1] = True
-    out[~covered] = 0
-    return out, kernel.backward(g, q, k, v, out, lse, segments)
+    """(output, gradients)."""
+    out, *gradients = attend_and_back(kernel, [q, k, v, g], segments)
+    return out, gradients
 
 
 @settings(max_examples=30, deadline=None)
@@ -73,10 +70,14 @@ def test_chunks_of_all_ranks_make_the_whole_attention(lengths, cp, sharding, hea
         torch.zeros_like(v),
     )
     for rank in range(cp):
-        index = torch.from_numpy(plan.token_index(rank))
-        o, gradients = run_kernel(SDPA, q[index], k, v, g[index], [tuple(s) for s in plan.segments(rank).tolist()])
-        out[index], dq[index] = o, gradients[0]
-        dk, dv = dk + gradients[1], dv + gradients[2]
+        queries, keys, positions = plan.segments(rank)
+        index, used = torch.from_numpy(plan.token_index(rank)), torch.from_numpy(positions)
+        mine = index[: queries.sum()]  # padding comes last
+        o, gradients = run_kernel(SDPA, q[mine], k[used], v[used], g[mine], Segments.of(queries, keys))
+        out[index] = 0
+        out[mine], dq[mine] = o, gradients[0]
+        dk.index_add_(0, used, gradients[1])
+        dv.index_add_(0, used, gradients[2])
     torch.testing.assert_close(out, truth.detach(), rtol=1e-10, atol=1e-10)
     assert (out[sum(lengths) :] == 0).all()
     for got, want in zip((dq, dk, dv), expected):
@@ -86,7 +87,7 @@ def test_chunks_of_all_ranks_make_the_whole_attention(lengths, cp, sharding, hea
 @pytest.mark.parametrize("name", ["sdpa", "plain", "varlen", "flash"])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
 def test_kernels_agree(name, heads, monkeypatch):
-    """One suite for all kernels: chunks, overlapping key ranges, one-token documents, unused rows."""
+    """One suite for all kernels: whole documents, one-token documents, chunks."""
     device, dtype, tolerance = "cpu", torch.float32, 1e-5
     if name == "plain":  # what sdpa does on devices other than CPUs
         monkeypatch.setattr(kernels, "_cpu_part", kernels._plain_part)
@@ -98,14 +99,14 @@ def test_kernels_agree(name, heads, monkeypatch):
         if name == "flash":
             pytest.importorskip("flash_attn")
         device, dtype, tolerance = "cuda", torch.bfloat16, 2e-2
-    kernel = {"sdpa": SDPA, "plain": SDPA, "varlen": kernels.VARLEN, "flash": kernels.FLASH}[name]
+    kernel = SDPA if name == "plain" else kernels.KERNELS[name]
     torch.manual_seed(0)
     q, k, v, g = (
-        torch.randn(n, h, 16).to(dtype) for n, h in ((90, heads[0]), (120, heads[1]), (120, heads[1]), (90, heads[0]))
+        torch.randn(n, h, 16).to(dtype) for n, h in ((80, heads[0]), (179, heads[1]), (179, heads[1]), (80, heads[0]))
     )
-    segments = [(0, 40, 0, 40), (40, 41, 40, 41), (41, 60, 41, 100), (60, 80, 41, 120)]
+    segments = Segments.of([40, 1, 19, 20], [40, 1, 59, 79], device)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    truth = dense_attention(*leaves, segments)
+    truth = dense_attention(*leaves, segments.ranges())
     expected = torch.autograd.grad(truth, leaves, g.double())
     out, gradients = run_kernel(kernel, *(x.to(device) for x in (q, k, v, g)), segments)
     for got, want in zip((out, *gradients), (truth, *expected)):
@@ -118,17 +119,32 @@ def test_attention_memory_is_linear():
     for t in (1024, 4096):
         q, k = torch.randn(t, 2, 16), torch.randn(t, 1, 16)
         with torch.profiler.profile(profile_memory=True) as profile:
-            run_kernel(SDPA, q, k, k, q, [(0, t // 2, 0, t // 2), (t // 2, t, 0, t)])
+            run_kernel(SDPA, q, k, k, q, Segments.of([t // 2, t // 2], [t // 4, 3 * t // 4]))
         peak[t] = max(max(0, e.self_cpu_memory_usage) for e in profile.events())
     assert 0 < peak[4096] < 8 * peak[1024] and peak[4096] < 4096 * 4096
 
 
-def test_kernel_choice():
+def test_kernel_choice(monkeypatch, caplog):
     assert select_kernel("cpu", torch.bfloat16) is SDPA
-    assert select_kernel("cuda", torch.bfloat16) is kernels.VARLEN
     assert select_kernel("cuda", torch.float32) is SDPA
-    with pytest.raises(ConfigError, match=r"model\.attention varlen needs CUDA and bf16 or fp16, not cpu"):
+    with pytest.raises(ConfigError, match=r"model\.attention varlen: .*needs CUDA and bf16 or fp16, not cpu"):
         select_kernel("cpu", torch.float32, "varlen")
+    # A device of capability 9 without the packages, and one on which ATen's kernel is wrong.
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(kernels, "relative_error", lambda kernel, device: 0.001)
+    with caplog.at_level("INFO"):
+        assert select_kernel("cuda", torch.bfloat16) is kernels.VARLEN
+    with pytest.raises(ConfigError, match=r"attention fa3: fa3: flash_attn_interface cannot be used"):
+        select_kernel("cuda", torch.bfloat16, "fa3")
+    monkeypatch.setattr(kernels, "relative_error", lambda kernel, device: 0.3)
+    with pytest.raises(ConfigError, match=r"attention auto: fa4: .* varlen: is off by 30"):
+        select_kernel("cuda", torch.bfloat16)
+
+
+def test_the_check_at_start_sees_a_wrong_kernel():
+    assert kernels.relative_error(SDPA, torch.device("cpu"), torch.float32) < 1e-6
+    scaled = replace(SDPA, backward=lambda *a: tuple(1.1 * g for g in SDPA.backward(*a)))
+    assert kernels.relative_error(scaled, torch.device("cpu"), torch.float32) == pytest.approx(0.1, rel=1e-3)
 
 
 @pytest.mark.parametrize("chunk", [3, 7, 100])

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts import benchmark_cp, benchmark_step, cpu_cluster, gpu_check, origin, plot_run, profile_costs
+from scripts import benchmark_cp, benchmark_step, cpu_cluster, origin, plot_run, profile_costs
 from scripts.benchmark_rank import LAYOUTS
 from scripts.recipe import resolve_recipe
 from scripts.summarise_trace import category, summarise
+from scripts.timing import kernel_milliseconds
 from torchtitan_wlb.config_manager import load_config
 from torchtitan_wlb.errors import ConfigError
+from torchtitan_wlb.models.kernels import Segments
 from torchtitan_wlb.models.llama import llama_configs
 
 REPOSITORY = Path(__file__).parents[2]
@@ -170,21 +172,20 @@ def test_a_folder_alone_is_enough_to_draw(tmp_path, capsys):
 # -- measuring
 
 
-def test_forward_and_backward_are_timed_apart(monkeypatch):
+def test_forward_and_backward_are_timed_apart():
     """A clock that every kernel call advances by a known time."""
     now = [0.0]
-    monkeypatch.setattr(gpu_check.time, "perf_counter", lambda: now[0])
 
     class Kernel:
         def forward(self, *_):
             now[0] += 0.002
-            return None, None
 
         def backward(self, *_):
             now[0] += 0.005
 
-    tensors = [torch.zeros(1)] * 4
-    assert gpu_check.milliseconds(Kernel(), tensors, [], 3) == pytest.approx((2.0, 5.0))
+    tensors = [torch.zeros(1, 1, 1)] * 4
+    times = kernel_milliseconds(Kernel(), tensors, Segments.of([1]), clock=lambda: now[0])
+    assert times == pytest.approx((2.0, 5.0))
 
 
 def test_oracle_is_chosen_on_odd_rounds_and_judged_on_even_ones():
@@ -219,7 +220,7 @@ def test_profile_measures_one_tensor_parallel_share_of_every_matrix(tp):
 
 
 def test_profile_rows_are_complete(monkeypatch):
-    monkeypatch.setattr(profile_costs, "MIN_SECONDS", 0.0)
+    monkeypatch.setitem(profile_costs.ENOUGH, "least_seconds", 0.0)
     args, cpu = llama_configs["debugmodel_small"], torch.device("cpu")
     rows = profile_costs.measure_attention(args, 2, torch.float32, cpu, 48)
     assert [(r["q"], r["k"]) for r in rows] == [(16, 16), (16, 32), (32, 32), (16, 48), (32, 48), (48, 48)]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_wlb.context_parallel.exchange import shard_meta
+from torchtitan_wlb.context_parallel.exchange import Shard, shard_meta
 from torchtitan_wlb.context_parallel.load_balancer import PlanLoadBalancer
 from torchtitan_wlb.context_parallel.selection import KINDS, attention_seconds, build_plan, choose_plan, latency
 from torchtitan_wlb.context_parallel.shard_plan import per_document, per_sequence, whole
@@ -25,12 +25,14 @@ lengths_and_cp = st.tuples(
 def test_hand_drawn_plans():
     plan = per_document([4, 12], 16, 2)
     assert [c.tolist() for c in plan.chunks] == [
-        [[0, 0, 1], [0, 3, 4], [1, 0, 3], [1, 9, 12]],
+        [[0, 0, 1], [1, 0, 3], [0, 3, 4], [1, 9, 12]],
         [[0, 1, 3], [1, 3, 9]],
     ]
     assert plan.attended_pairs().tolist() == [44, 44]
-    assert plan.segments(1).tolist() == [[0, 2, 0, 3], [2, 8, 4, 13]]
-    assert plan.token_index(0).tolist() == [0, 3, 4, 5, 6, 13, 14, 15]
+    queries, keys, positions = plan.segments(1)
+    assert queries.tolist() == [2, 6] and keys.tolist() == [3, 9]
+    assert positions.tolist() == [0, 1, 2, *range(4, 13)]
+    assert plan.token_index(0).tolist() == [0, 4, 5, 6, 3, 13, 14, 15]
 
     plan = per_sequence([4, 12], 16, 2)
     assert [c.tolist() for c in plan.chunks] == [[[0, 0, 4], [1, 8, 12]], [[1, 0, 8]]]
@@ -66,7 +68,12 @@ def test_every_token_has_one_owner_and_every_rank_equal_tokens(case, multiple):
             real = document[index] < len(lengths)
             assert plan.attended_pairs()[r] == (position[index] + 1)[real].sum()
             seen = np.zeros(len(index), dtype=np.int64)
-            for q0, q1, k0, k1 in plan.segments(r):
+            queries, keys, positions = plan.segments(r)
+            assert all(d >= 0 for d in np.diff(plan.chunks[r][: len(queries), 1] > 0))  # local ones first
+            starts = zip(np.cumsum(queries) - queries, np.cumsum(queries), np.cumsum(keys) - keys, keys)
+            for q0, q1, first, n in starts:
+                k0, k1 = positions[first], positions[first] + n
+                assert np.array_equal(positions[first : first + n], np.arange(k0, k1))
                 own = document[index[q0:q1]]
                 assert set(own) == set(document[k0:k1]) and len(set(own)) == 1
                 assert position[k0] == 0 and np.array_equal(index[q0:q1], np.arange(k1 - (q1 - q0), k1))
@@ -131,38 +138,36 @@ def test_exchange_brings_every_key_that_is_needed_and_no_other(case, kind):
     shards = [plan.token_index(r) for r in range(cp)]
     metas = [shard_meta(plan, r) for r in range(cp)]
     travels = received_tokens(plan).any()
-    assert all((m.exchange is not None) == travels for m in metas)
-    if not travels:
-        for rank, meta in enumerate(metas):
-            local = {(q0, q1): shards[rank][k0:k1].tolist() for q0, q1, k0, k1 in meta.segments}
-            assert local == {(s[0], s[1]): list(range(s[2], s[3])) for s in plan.segments(rank).tolist()}
-        return
-    parts = [m.exchange for m in metas]
-    for rank, (meta, x) in enumerate(zip(metas, parts)):
+    shares = [Shard.read(m.index, m.sizes) for m in metas]
+    for rank, (meta, share) in enumerate(zip(metas, shares)):
+        assert share.travels == travels
         chunks = [
-            np.split(shards[s][parts[s].send_index.numpy()], np.cumsum(parts[s].send_splits)[:-1])[rank]
+            np.split(shards[s][shares[s].send_index.numpy()], np.cumsum(shares[s].send_splits)[:-1])[rank]
             for s in range(cp)
         ]
-        assert [len(c) for c in chunks] == x.recv_splits and x.recv_splits[rank] == x.send_splits[rank] == 0
-        remote = np.full(x.n_remote, -1)
-        remote[x.recv_position.numpy()] = np.concatenate(chunks)
-        remote[x.own_position.numpy()] = shards[rank][x.own_index.numpy()]
-        assert (remote >= 0).all() and len(set(remote.tolist())) == len(remote)
-        wanted = {(s[0], s[1]): (s[2], s[3]) for s in plan.segments(rank).tolist()}
-        for keys, segments in ((shards[rank], meta.segments), (remote, x.segments)):
-            for q0, q1, k0, k1 in segments:
-                first, last = wanted.pop((q0, q1))
-                assert np.array_equal(keys[k0:k1], np.arange(first, last))
-        assert not wanted
-        needed = {t for _, _, a, b in plan.segments(rank).tolist() for t in range(a, b)} - set(shards[rank].tolist())
-        assert needed == set(np.concatenate(chunks).tolist())
+        assert [len(c) for c in chunks] == share.recv_splits and share.recv_splits[rank] == share.send_splits[rank] == 0
+        received = np.concatenate(chunks)
+        assert len(meta.room) == max(2, len(received)) and len(set(received.tolist())) == len(received)
+        queries, keys, positions = plan.segments(rank)
+        n = len(share.local.ranges())
+        assert np.diff(share.local.cu_q.numpy()).tolist() == queries[:n].tolist() == keys[:n].tolist()
+        assert np.diff(share.later.cu_q.numpy()).tolist() == queries[n:].tolist()
+        assert np.diff(share.later.cu_k.numpy()).tolist() == keys[n:].tolist()
+        assert share.n_local == queries[:n].sum() and share.n_later == queries[n:].sum()
+        longest = [share.local.longest_q, share.later.longest_q, share.later.longest_k]
+        assert longest == [max(x, default=0) for x in (queries[:n], queries[n:], keys[n:])]
+        # What the local segments attend to is what they are; the later ones find every key, and nothing else came.
+        assert shards[rank][: share.n_local].tolist() == positions[: share.n_local].tolist()
+        found = np.concatenate([shards[rank], received])[share.key_source.numpy()]
+        assert np.array_equal(found, positions[share.n_local :])
+        assert set(received.tolist()) == set(positions[share.n_local :].tolist()) - set(shards[rank].tolist())
 
 
 def test_whole_documents_do_not_travel():
     plan = build_plan("hybrid", [512] * 32, 16384, 4, H100)
-    assert shard_meta(plan, 0).exchange is None
+    assert not shard_meta(plan, 0).sizes[7]
     plan = build_plan("hybrid", [12000, *[500] * 8], 16384, 4, H100)
-    received = np.mean([sum(shard_meta(plan, r).exchange.recv_splits) for r in range(4)])
+    received = np.mean([len(shard_meta(plan, r).room) for r in range(4)])
     assert 0 < received == received_tokens(plan).mean() < 0.75 * 12000
 
 
@@ -196,8 +201,8 @@ def test_planning_is_fast():
 def test_one_rank_keeps_everything_in_order():
     plan = choose_plan([3, 5], 16, 1, "adaptive", FLAT)
     assert plan.kind == "whole" and plan.token_index(0).tolist() == list(range(16))
-    assert plan.segments(0).tolist() == [[0, 3, 0, 3], [3, 8, 3, 8]]
-    assert whole([], 16).segments(0).tolist() == []
+    assert [x.tolist() for x in plan.segments(0)] == [[3, 5], [3, 5], list(range(8))]
+    assert [x.tolist() for x in whole([], 16).segments(0)] == [[], [], []]
 
 
 @pytest.mark.parametrize(

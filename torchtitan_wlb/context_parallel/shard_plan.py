@@ -5,10 +5,12 @@ of tokens of one document on one rank; a *shard plan* gives every rank its order
 T / CP tokens and every token exactly one owner. The attention knows only the plan, never how it was built.
 
     lengths [4, 12], CP = 2, per_document:         per_sequence (chunks of T / 4 tokens, rank i takes i and 3 - i):
-      rank 0   A[0:1] A[3:4]   B[0:3] B[9:12]        A[0:4]   B[8:12]
-      rank 1   A[1:3]          B[3:9]                B[0:4]   B[4:8]
+      rank 0   A[0:1] B[0:3] | A[3:4] B[9:12]        A[0:4] | B[8:12]
+      rank 1                 | A[1:3] B[3:9]         B[0:8] |
 
-The padding tail is document number len(lengths): it is dealt like tokens, and attention skips it.
+A rank holds first the chunks that begin their document (*local*: they attend to nothing but themselves), then the later
+ones, which need keys of other ranks, then padding; so each of the three is a slice. The padding tail is document number
+len(lengths): it is dealt like tokens, and attention skips it.
 """
 
 from dataclasses import dataclass
@@ -30,7 +32,8 @@ class ShardPlan:
         kind: name of the builder.
         lengths: tokens of the documents, in packed order.
         n_tokens: T, padding tail included.
-        chunks: for every rank its chunks in local order, int64 [n, 3] of (document, start, stop).
+        chunks: for every rank its chunks in local order (local, later, padding), int64 [n, 3] of (document, start,
+            stop).
     """
 
     kind: str
@@ -52,14 +55,12 @@ class ShardPlan:
         c = self.chunks[rank]
         return ranges(self.offsets[c[:, 0]] + c[:, 1], c[:, 2] - c[:, 1])
 
-    def segments(self, rank: int) -> np.ndarray:
-        """Attention of a rank: [n, 4] of (q_start, q_stop) in local order, (k_start, k_stop) in packed order. The last
-        query of a segment attends to its last key (bottom-right causal). Padding has no segment."""
+    def segments(self, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Attention of a rank, one segment a real chunk in local order: (queries of each [n], keys of each [n], packed
+        positions of all keys, segment by segment). The last query of a segment attends to its last key."""
         c = self.chunks[rank]
-        q_stop = np.cumsum(c[:, 2] - c[:, 1])
-        q_start = q_stop - (c[:, 2] - c[:, 1])
-        first = self.offsets[c[:, 0]]
-        return np.column_stack([q_start, q_stop, first, first + c[:, 2]])[c[:, 0] < len(self.lengths)]
+        c = c[c[:, 0] < len(self.lengths)]
+        return c[:, 2] - c[:, 1], c[:, 2], ranges(self.offsets[c[:, 0]], c[:, 2])
 
     def travels(self) -> bool:
         """Whether some chunk needs keys of another rank: one that does not begin its document."""
@@ -81,8 +82,8 @@ def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def assemble(kind: str, lengths: list[int], n_tokens: int, cp: int, rank: np.ndarray, chunks: np.ndarray) -> ShardPlan:
-    """A plan from unordered chunks of real documents: empty ones dropped, in packed order, neighbours of one document
-    on one rank joined, every rank filled up with padding.
+    """A plan from unordered chunks of real documents: empty ones dropped, neighbours of one document on one rank
+    joined, local ones before later ones, else in packed order, every rank filled up with padding.
 
     Args:
         rank: [n] owner of every chunk. chunks: [n, 3] (document, start, stop).
@@ -99,9 +100,11 @@ def assemble(kind: str, lengths: list[int], n_tokens: int, cp: int, rank: np.nda
     rank, chunks = rank[order], chunks[order]
     joins = (rank[1:] == rank[:-1]) & (chunks[1:, 0] == chunks[:-1, 0]) & (chunks[1:, 1] == chunks[:-1, 2])
     first, last = np.append(True, ~joins), np.append(~joins, True)
-    merged = chunks[first]
+    rank, merged = rank[first], chunks[first]
     merged[:, 2] = chunks[last, 2]
-    per_rank = np.split(merged, np.searchsorted(rank[first], np.arange(1, cp)))
+    later = np.where(merged[:, 0] == len(lengths), 2, merged[:, 1] > 0)
+    order = np.lexsort((later, rank))  # stable
+    per_rank = np.split(merged[order], np.searchsorted(rank, np.arange(1, cp)))
     return ShardPlan(kind, tuple(lengths), n_tokens, tuple(per_rank))
 
 

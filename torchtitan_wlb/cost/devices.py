@@ -1,6 +1,6 @@
 """Rates of kinds of devices, for predictions without a profile."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -13,6 +13,7 @@ class Device:
         link, latency: bytes/s a device can send to its neighbours (tensor and context parallelism), seconds a
             collective takes at least.
         tile: queries of a kernel tile; a shorter chunk costs a whole one.
+        memory: bytes.
     """
 
     matmul: float
@@ -21,6 +22,7 @@ class Device:
     link: float
     latency: float
     tile: int
+    memory: float
 
 
 def _tflops(*values: float) -> tuple[float, ...]:
@@ -39,6 +41,7 @@ _H100 = Device(
     link=380e9,
     latency=15e-6,
     tile=128,
+    memory=80e9,
 )
 DEVICES = {
     "cpu": Device(
@@ -48,9 +51,10 @@ DEVICES = {
         link=4e9,
         latency=50e-6,
         tile=1,
+        memory=8e9,
     ),
     "h100": _H100,
-    "h200": _H100,
+    "h200": replace(_H100, memory=141e9),
 }
 
 

@@ -35,7 +35,7 @@ class StageCosts:
 
     Attributes:
         attention, linear: share of the attention and of everything else in every stage, [S] each.
-        recomputed: share of the forward that activation checkpointing repeats in backward.
+        recomputed: share of the forward without attention that activation checkpointing repeats in backward.
         transfer: (seconds a transfer between stages takes at least, seconds a token of the micro-batch adds).
     """
 
@@ -49,7 +49,7 @@ class StageCosts:
         else."""
         a, l = np.outer(self.attention, attention), np.outer(self.linear, linear)
         forward = a / (1 + BACKWARD_ATTENTION) + l / (1 + BACKWARD_MATMUL)
-        backward = a + l - forward + self.recomputed * forward
+        backward = a + l - forward + self.recomputed * l / (1 + BACKWARD_MATMUL)
         weights = l / (1 + BACKWARD_MATMUL)
         inputs = backward - weights
         # The first stage sends no gradient on: all its backward is left to W.

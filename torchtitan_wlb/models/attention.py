@@ -2,14 +2,21 @@
 
 The model hands q, k, v and a metadata object to `inner_attention` and knows nothing of documents. Another attention
 (over context-parallel ranks, or one of your own) is another module in its place.
+
+The metadata is tensors, built once a micro-batch by the loader, and attention is one operator: a compiled block takes
+it for what it is, and activation checkpointing can keep its output. No layer loops over documents.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
-from torchtitan_wlb.models.kernels import SDPA, Kernel, Segments
+from torchtitan_wlb.models.kernels import KERNELS, SDPA, Kernel, Segments, cumulative
+
+_LIBRARY = torch.library.Library("torchtitan_wlb", "DEF")
 
 
 @dataclass
@@ -17,31 +24,93 @@ class AttentionMeta:
     """Who attends to what.
 
     Attributes:
-        segments: (q_start, q_stop, k_start, k_stop), see kernels.py; one for every document of a packed sequence.
-        n_padding: tokens of padding at the end, whose output is zero.
+        index: int32 on the device; it begins with the cumulative lengths [n + 1] of the documents here, end to end.
+        sizes: int64 on the host: n, their tokens in total (padding follows), the longest.
     """
 
-    segments: Segments
-    n_padding: int = 0
+    index: torch.Tensor
+    sizes: torch.Tensor
+
+    @staticmethod
+    def of(lengths: Sequence[int], device: Any = "cpu") -> "AttentionMeta":
+        """Of whole documents, end to end."""
+        # torch.compile makes a graph of its own for tensors of one element.
+        index = torch.from_numpy(cumulative([*lengths, 0])).to(device)
+        return AttentionMeta(index, torch.tensor([len(lengths), sum(lengths), max(lengths, default=0)]))
+
+    def bounds(self) -> list[int]:
+        """First token of every document here, and the one after the last."""
+        return self.index[: int(self.sizes[0]) + 1].tolist()
+
+    def map(self, move: Callable[[torch.Tensor], torch.Tensor]):
+        """With what belongs to the device moved (there, or to pinned memory)."""
+        return replace(self, index=move(self.index))
+
+
+def define(schema: str, compute: Callable, shapes: Callable) -> Any:
+    """An operator of the namespace `torchtitan_wlb`.
+
+    Args:
+        compute: what it does. shapes: the same for tensors without storage.
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"torchtitan_wlb::{name}", shapes, lib=_LIBRARY)
+    return getattr(torch.ops.torchtitan_wlb, name).default
+
+
+def empty_output(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out like q [T, H, D], lse [H, T] in at least fp32)."""
+    lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32))
+    return q.new_empty(q.shape), lse
+
+
+def _forward(q, k, v, index, sizes, kernel: str):
+    n, tokens, longest = sizes.tolist()[:3]
+    out, lse = empty_output(q)
+    if n:
+        segments = Segments(index[: n + 1], index[: n + 1], longest, longest)
+        KERNELS[kernel].forward(q[:tokens], k[:tokens], v[:tokens], segments, out[:tokens], lse[:, :tokens])
+    out[tokens:] = 0
+    return out, lse
+
+
+def _backward(d_out, q, k, v, out, lse, index, sizes, kernel: str):
+    n, tokens, longest = sizes.tolist()[:3]
+    gradients = tuple(x.new_zeros(x.shape) for x in (q, k, v))
+    if n:
+        segments = Segments(index[: n + 1], index[: n + 1], longest, longest)
+        mine = (x[:tokens] for x in (d_out, q, k, v, out))
+        for to, g in zip(gradients, KERNELS[kernel].backward(*mine, lse[:, :tokens], segments)):
+            to[:tokens] = g
+    return gradients
+
+
+packed_attention = define(
+    "packed_attention(Tensor q, Tensor k, Tensor v, Tensor index, Tensor sizes, str kernel) -> (Tensor, Tensor)",
+    _forward,
+    lambda q, *_: empty_output(q),
+)
+packed_attention_backward = define(
+    "packed_attention_backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor index, "
+    "Tensor sizes, str kernel) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    lambda d_out, q, k, v, *_: tuple(x.new_empty(x.shape) for x in (q, k, v)),
+)
 
 
 class _PackedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, meta: AttentionMeta, kernel: Kernel):
-        out, lse = kernel.forward(q, k, v, meta.segments)
-        zero_padding(out, meta)
-        ctx.meta, ctx.kernel = meta, kernel
-        ctx.save_for_backward(q, k, v, out, lse)
+    def forward(ctx, q, k, v, index, sizes, kernel: str):
+        out, lse = packed_attention(q, k, v, index, sizes, kernel)
+        ctx.save_for_backward(q, k, v, out, lse, index, sizes)
+        ctx.kernel = kernel
         return out
 
     @staticmethod
     def backward(ctx, d_out):
-        return *ctx.kernel.backward(d_out, *ctx.saved_tensors, ctx.meta.segments), None, None
-
-
-def zero_padding(out: torch.Tensor, meta: AttentionMeta) -> None:
-    """Fill what no segment has written: the padding at the end of out [T, H, D]."""
-    out[out.shape[0] - meta.n_padding :] = 0
+        return *packed_attention_backward(d_out, *ctx.saved_tensors, ctx.kernel), None, None, None
 
 
 class PackedAttention(nn.Module):
@@ -49,10 +118,8 @@ class PackedAttention(nn.Module):
 
     def __init__(self, kernel: Kernel = SDPA):
         super().__init__()
-        self.kernel = kernel
+        self.kernel = kernel.name
 
-    # Outside compiled regions: document lengths are plain ints here and would recompile for every micro-batch.
-    @torch.compiler.disable
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
         """q [1, T, Hq/TP, D], k, v [1, T, Hkv/TP, D] -> [1, T, Hq/TP, D], zero on padding."""
         # squeeze: the backward of an index would fill a tensor of zeros and copy into it.
@@ -61,4 +128,4 @@ class PackedAttention(nn.Module):
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
         """The same without the batch dimension."""
-        return _PackedAttention.apply(q, k, v, meta, self.kernel)
+        return _PackedAttention.apply(q, k, v, meta.index, meta.sizes, self.kernel)

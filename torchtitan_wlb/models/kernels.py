@@ -1,30 +1,63 @@
 """Attention kernels: causal attention inside segments, several implementations behind one pair of functions.
 
-    forward (q [Tq, Hq, D], k, v [Tk, Hkv, D], segments) -> out [Tq, Hq, D], lse [Hq, Tq]
-    backward(d_out, q, k, v, out, lse, segments)         -> dq, dk, dv
+    forward (q [Tq, Hq, D], k, v [Tk, Hkv, D], segments, out [Tq, Hq, D], lse [Hq, Tq])   fills out and lse
+    backward(d_out, q, k, v, out, lse, segments) -> dq, dk, dv
 
-A segment (q_start, q_stop, k_start, k_stop) lets the queries [q_start, q_stop) attend to the keys [k_start, k_stop),
-the last query to the last key (bottom-right causal). Key ranges may overlap. Hq is a multiple of Hkv. Queries outside
-every segment come out undefined: the caller uses those of segments only. Whoever calls the pair decides what is saved
-in between.
+A segment is some queries and the keys that they see, the last query up to the last key (bottom-right causal). Segments
+lie end to end and cover all queries and keys given; whoever needs a key twice gives it twice. Hq is a multiple of Hkv.
+Whoever calls the pair decides what is saved in between.
 
 `sdpa` is the reference: it loops over segments on views and never builds a Tq x Tk mask. `varlen` (ATen's flash
-attention, bundled with torch) and `flash` (the flash-attn package) take all segments in one call, on CUDA; they have
-not run on a GPU yet.
+attention, bundled with torch), `fa3` and `fa4` (which torch puts in its place) and `flash` (the flash-attn package) take
+all segments in one call, on CUDA; they have not run on a GPU yet.
 """
 
 import importlib.util
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
-import torch.nn.functional as F
+
+from torch.nn.attention import activate_flash_attention_impl
 
 from torchtitan_wlb.errors import ConfigError
+from torchtitan_wlb.logger import logger
 from torchtitan_wlb.torch_private import cpu_flash, cpu_flash_backward, cuda_flash, cuda_flash_backward
 
-Segments = list[tuple[int, int, int, int]]
+
+@dataclass(frozen=True)
+class Segments:
+    """Segments end to end: the i-th has the queries [cu_q[i], cu_q[i + 1]) and the keys [cu_k[i], cu_k[i + 1]).
+
+    Attributes:
+        cu_q, cu_k: int32 [n + 1] on the device.
+        longest_q, longest_k: of one segment.
+    """
+
+    cu_q: torch.Tensor
+    cu_k: torch.Tensor
+    longest_q: int
+    longest_k: int
+
+    @staticmethod
+    def of(queries: Sequence[int], keys: Sequence[int] | None = None, device: Any = "cpu") -> "Segments":
+        """From queries and keys of each, as many keys as queries by default (whole documents)."""
+        keys = queries if keys is None else keys
+        cu_q, cu_k = (torch.from_numpy(cumulative(x)).to(device) for x in (queries, keys))
+        return Segments(cu_q, cu_k, int(max(queries, default=0)), int(max(keys, default=0)))
+
+    def ranges(self) -> list[tuple[int, int, int, int]]:
+        """(q_start, q_stop, k_start, k_stop) of each, for loops on the host."""
+        q, k = self.cu_q.tolist(), self.cu_k.tolist()
+        return list(zip(q, q[1:], k, k[1:]))
+
+
+def cumulative(sizes) -> np.ndarray:
+    """0 and the running total, int32 [n + 1]."""
+    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
 
 
 @dataclass(frozen=True)
@@ -32,37 +65,81 @@ class Kernel:
     """Forward and backward of one kernel; the module docstring gives their arguments."""
 
     name: str
-    forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    forward: Callable[..., None]
     backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
+# FlashAttention of a generation of devices, in the place of ATen's: what torch calls it, the package, the capability.
+_IN_PLACE = {"fa3": ("FA3", "flash_attn_interface", (9,)), "fa4": ("FA4", "flash_attn.cute", (9, 10))}
+
+
 def select_kernel(device_type: str, dtype: torch.dtype, name: str = "auto") -> Kernel:
-    """The kernel to use: for "auto" the fastest for a device and activation type.
+    """The kernel to use: for "auto" the fastest that is installed for the device and activation type and computes what
+    the reference computes. Why others were passed over is logged.
 
     Raises:
-        ConfigError: the named kernel cannot run there.
+        ConfigError: the named kernel cannot run there, or computes something else.
     """
     half = device_type == "cuda" and dtype in (torch.bfloat16, torch.float16)
-    has_flash = importlib.util.find_spec("flash_attn") is not None
-    if name == "auto":
-        name = "varlen" if half else "sdpa"
-    if name in ("varlen", "flash") and not half:
-        raise ConfigError(f"--model.attention {name} needs CUDA and bf16 or fp16, not {device_type} and {dtype}")
-    if name == "flash" and not has_flash:
-        raise ConfigError("--model.attention flash needs the flash-attn package: pip install torchtitan_wlb[flash]")
-    return {"sdpa": SDPA, "varlen": VARLEN, "flash": FLASH}[name]
+    if name != "auto":
+        candidates = [name]
+    else:
+        candidates = ["fa4", "fa3", "varlen"] if half else ["sdpa"]
+    reasons = []
+    for candidate in candidates:
+        if not (reason := _why_not(candidate, half, f"{device_type} and {dtype}")):
+            if name == "auto" and reasons:
+                logger.info(f"Attention kernel {candidate} ({'; '.join(reasons)})")
+            return KERNELS[candidate]
+        reasons.append(f"{candidate}: {reason}")
+    raise ConfigError(f"--model.attention {name}: {'; '.join(reasons)}")
+
+
+def _why_not(name: str, half: bool, where: str) -> str:
+    """Why a kernel cannot be used, "" if it can; FlashAttention 3 and 4 take the place of ATen's when they can."""
+    if name == "sdpa":
+        return ""
+    if not half:
+        return f"needs CUDA and bf16 or fp16, not {where}"
+    if name == "flash" and importlib.util.find_spec("flash_attn") is None:
+        return "needs the flash-attn package: pip install torchtitan_wlb[flash]"
+    if name in _IN_PLACE:
+        implementation, package, capabilities = _IN_PLACE[name]
+        major = torch.cuda.get_device_capability()[0]
+        if major not in capabilities:
+            return f"not for a device of capability {major}"
+        try:
+            importlib.import_module(package)
+            activate_flash_attention_impl(implementation)
+        except Exception as error:  # whatever a package that is not made for this machine says
+            return f"{package} cannot be used ({str(error).splitlines()[0][:100]})"
+    error = relative_error(KERNELS[name], torch.device("cuda"))
+    return "" if error < LARGEST_ERROR else f"is off by {error:.1%} on a small case"
+
+
+def relative_error(kernel: Kernel, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> float:
+    """Largest relative error of a kernel's output and gradients against the reference in fp32: whole documents, one of
+    one token, and chunks, with grouped heads."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    sizes = ((336, 8), (863, 2), (863, 2), (336, 8))
+    tensors = [torch.randn(n, h, 64, generator=generator).to(device, dtype) for n, h in sizes]
+    segments = Segments.of([130, 1, 77, 128], [130, 1, 300, 432], device)
+    results = []
+    for k, (q, key, value, g) in ((SDPA, [t.float() for t in tensors]), (kernel, tensors)):
+        out, lse = q.new_empty(q.shape), q.new_empty(8, 336, dtype=torch.float32)
+        k.forward(q, key, value, segments, out, lse)
+        results.append([x.float() for x in (out, *k.backward(g, q, key, value, out, lse, segments))])
+    return max(((got - want).norm() / want.norm()).item() for want, got in zip(*results))
 
 
 # -- sdpa: the reference
 
 
-def _sdpa_forward(q, k, v, segments: Segments):
+def _sdpa_forward(q, k, v, segments: Segments, out, lse) -> None:
     """Segments one by one. A chunk whose queries begin after the first key is two parts: earlier keys without a mask,
     as many keys as queries causal; they are merged by log-sum-exp."""
     part = _cpu_part if q.device.type == "cpu" else _plain_part
-    out = torch.empty_like(q)
-    lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32))
-    for q0, q1, k0, k1 in segments:
+    for q0, q1, k0, k1 in segments.ranges():
         qs = _heads_first(q, q0, q1)
         parts = [
             part(qs, _heads_first(k, a, b), _heads_first(v, a, b), causal) for a, b, causal in _parts(q0, q1, k0, k1)
@@ -74,21 +151,20 @@ def _sdpa_forward(q, k, v, segments: Segments):
             l = merged
         out[q0:q1] = o[0].transpose(0, 1)
         lse[:, q0:q1] = l[0]
-    return out, lse
 
 
 def _sdpa_backward(d_out, q, k, v, out, lse, segments: Segments):
     """Every part gets the merged output and log-sum-exp, which makes it return its exact share of the gradients."""
     part = _cpu_part_backward if q.device.type == "cpu" else _plain_part_backward
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for q0, q1, k0, k1 in segments:
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    for q0, q1, k0, k1 in segments.ranges():
         g, o, l = _heads_first(d_out, q0, q1), _heads_first(out, q0, q1), lse[None, :, q0:q1]
-        qs = _heads_first(q, q0, q1)
+        qs, of_q = _heads_first(q, q0, q1), []
         for a, b, causal in _parts(q0, q1, k0, k1):
             gq, gk, gv = part(g, qs, _heads_first(k, a, b), _heads_first(v, a, b), o, l, causal)
-            dq[q0:q1] += gq[0].transpose(0, 1)
-            dk[a:b] += gk[0].transpose(0, 1)
-            dv[a:b] += gv[0].transpose(0, 1)
+            of_q.append(gq[0].transpose(0, 1))
+            dk[a:b], dv[a:b] = gk[0].transpose(0, 1), gv[0].transpose(0, 1)
+        dq[q0:q1] = sum(of_q)
     return dq, dk, dv
 
 
@@ -160,75 +236,43 @@ SDPA = Kernel("sdpa", _sdpa_forward, _sdpa_backward)
 # -- varlen and flash: all segments in one call on CUDA
 
 
-def _gather(q, k, segments: Segments):
-    """What a variable-length kernel wants: (rows of q in use, rows of k, cumulative lengths of both, longest of
-    both)."""
-    rows = [torch.arange(q0, q1) for q0, q1, _, _ in segments]
-    keys = [torch.arange(k0, k1) for _, _, k0, k1 in segments]
-    cumulative = []
-    for x in (rows, keys):
-        cumulative.append(F.pad(torch.tensor([len(r) for r in x]).cumsum(0), (1, 0)).to(torch.int32))
-    longest = max(len(r) for r in rows), max(len(r) for r in keys)
-    move = [x.to(q.device, non_blocking=True) for x in (torch.cat(rows), torch.cat(keys), *cumulative)]
-    return *move, longest
+def _call(s: Segments):
+    """What the variable-length kernels are told of segments."""
+    return s.cu_q, s.cu_k, s.longest_q, s.longest_k
 
 
-def _packed_forward(call):
-    def forward(q, k, v, segments: Segments):
-        out = torch.empty_like(q)
-        lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
-        if segments:
-            rows, keys, cu_q, cu_k, longest = _gather(q, k, segments)
-            o, l = call(q[rows], k[keys], v[keys], cu_q, cu_k, longest)
-            out[rows], lse[:, rows] = o, l
-        return out, lse
-
-    return forward
+def _varlen_forward(q, k, v, segments: Segments, out, lse) -> None:
+    o, l, *_ = cuda_flash(q, k, v, *_call(segments), 0.0, True, False)
+    out.copy_(o)
+    lse.copy_(l)
 
 
-def _packed_backward(call):
-    def backward(d_out, q, k, v, out, lse, segments: Segments):
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        if segments:
-            rows, keys, cu_q, cu_k, longest = _gather(q, k, segments)
-            saved = (q[rows], k[keys], v[keys], out[rows], lse[:, rows].contiguous(), cu_q, cu_k, longest)
-            gq, gk, gv = call(d_out[rows], *saved)
-            dq[rows] = gq
-            dk.index_add_(0, keys, gk)
-            dv.index_add_(0, keys, gv)
-        return dq, dk, dv
-
-    return backward
-
-
-def _aten_forward(q, k, v, cu_q, cu_k, longest):
-    out, lse, *_ = cuda_flash(q, k, v, cu_q, cu_k, *longest, 0.0, True, False)
-    return out, lse
-
-
-def _aten_backward(g, q, k, v, out, lse, cu_q, cu_k, longest):
+def _varlen_backward(g, q, k, v, out, lse, segments: Segments):
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is off
-    return cuda_flash_backward(
-        g, q, k, v, out, lse, cu_q, cu_k, *longest, 0.0, True, state, torch.empty(0, device=q.device)
-    )
+    unused = torch.empty(0, device=q.device)
+    return cuda_flash_backward(g, q, k, v, out, lse.contiguous(), *_call(segments), 0.0, True, state, unused)
 
 
-def _flash_forward(q, k, v, cu_q, cu_k, longest):
+def _flash_forward(q, k, v, segments: Segments, out, lse) -> None:
     from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
 
-    out, lse, *_ = _flash_attn_varlen_forward(q, k, v, cu_q, cu_k, *longest, 0.0, q.shape[-1] ** -0.5, causal=True)
-    return out, lse
+    o, l, *_ = _flash_attn_varlen_forward(q, k, v, *_call(segments), 0.0, q.shape[-1] ** -0.5, causal=True)
+    out.copy_(o)
+    lse.copy_(l)
 
 
-def _flash_backward(g, q, k, v, out, lse, cu_q, cu_k, longest):
+def _flash_backward(g, q, k, v, out, lse, segments: Segments):
     from flash_attn.flash_attn_interface import _flash_attn_varlen_backward
 
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     _flash_attn_varlen_backward(
-        g, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, *longest, 0.0, q.shape[-1] ** -0.5, True, -1, -1, 0.0, None, False
+        *(g, q, k, v, out, lse.contiguous(), dq, dk, dv, *_call(segments)),
+        *(0.0, q.shape[-1] ** -0.5, True, -1, -1, 0.0, None, torch.are_deterministic_algorithms_enabled()),
     )
     return dq, dk, dv
 
 
-VARLEN = Kernel("varlen", _packed_forward(_aten_forward), _packed_backward(_aten_backward))
-FLASH = Kernel("flash", _packed_forward(_flash_forward), _packed_backward(_flash_backward))
+VARLEN = Kernel("varlen", _varlen_forward, _varlen_backward)
+FLASH = Kernel("flash", _flash_forward, _flash_backward)
+KERNELS = {k.name: k for k in (SDPA, VARLEN, FLASH, *(replace(VARLEN, name=name) for name in _IN_PLACE))}
+LARGEST_ERROR = 2e-2  # of half precision

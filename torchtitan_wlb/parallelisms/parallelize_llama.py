@@ -1,19 +1,23 @@
 """Make one stage of the model parallel: tensor -> context -> activation checkpointing -> compile -> FSDP2, in this
 order.
 
-Tensor parallelism must come first (it turns parameters into DTensors), recomputation wraps blocks before they are
-compiled, and FSDP2 comes last because it takes parameters as they then are. FSDP2 is applied in every layout, also over
-one rank: one code path for precision, gradient reduction and checkpoints.
+Tensor parallelism must come first (it turns parameters into DTensors), a compiled block holds its recomputation, so
+that the compiler sees what is kept, and FSDP2 comes last because it takes parameters as they then are. FSDP2 is applied
+in every layout, also over one rank: one code path for precision, gradient reduction and checkpoints.
 """
 
+from collections import defaultdict
 from functools import partial
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from torchtitan_wlb.context_parallel.attention import ContextParallelAttention
+from torchtitan_wlb.context_parallel.attention import ContextParallelAttention, shard_attention
+from torchtitan_wlb.models.attention import packed_attention
 from torchtitan_wlb.models.kernels import Kernel
 from torchtitan_wlb.models.llama import ModelArgs, Transformer
 from torchtitan_wlb.parallelisms.parallel_dims import ParallelDims
@@ -26,7 +30,7 @@ from torchtitan_wlb.parallelisms.tensor_parallel import (
     VocabEmbedding,
     VocabHead,
 )
-from torchtitan_wlb.torch_private import checkpoint_wrapper, functorch_config
+from torchtitan_wlb.torch_private import checkpoint_wrapper, functorch_config, reduce_scatter
 
 
 def parallelize_llama(
@@ -37,8 +41,7 @@ def parallelize_llama(
     kernel: Kernel,
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
-    ac_mode: str = "none",
-    ac_every: int = 1,
+    ac: str | int = "none",
     compile: bool = False,
     recompute_kv: bool = False,
     reshard_after_forward: bool = True,
@@ -50,7 +53,7 @@ def parallelize_llama(
         world_mesh: as built by ParallelDims.build_mesh.
         kernel: attention kernel (models/kernels.py).
         param_dtype, reduce_dtype: of parameters and activations, and of the gradient reduction.
-        ac_mode: none, selective (every ac_every-th block) or full.
+        ac: activation checkpointing, see apply_ac.
         recompute_kv: exchange K/V again in backward instead of keeping what was received.
         reshard_after_forward: free gathered parameters between forward and backward.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
@@ -59,8 +62,7 @@ def parallelize_llama(
         apply_tp(model, world_mesh["tp"])
     if parallel_dims.cp > 1:
         apply_cp(model, world_mesh["cp"], kernel, recompute_kv)
-    if ac_mode != "none":
-        apply_ac(model, 1 if ac_mode == "full" else ac_every)
+    apply_ac(model, ac, tp=parallel_dims.tp > 1)
     if compile:
         apply_compile(model)
     fsdp_mesh = parallel_dims.fsdp_mesh(world_mesh)
@@ -136,19 +138,52 @@ def apply_cp(model: Transformer, cp_mesh: DeviceMesh, kernel: Kernel, recompute_
         block.attention.inner_attention = ContextParallelAttention(kernel, cp_mesh.get_group(), recompute_kv)
 
 
-def apply_ac(model: Transformer, every: int) -> None:
-    """Recompute the activations of every n-th block in backward."""
-    for i, name in enumerate(list(model.layers)):
-        if i % every == 0:
-            model.layers[name] = checkpoint_wrapper(model.layers[name], preserve_rng_state=False)
+_ATTENTION = (packed_attention, shard_attention)
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+
+def _keep_attention():
+    return create_selective_checkpoint_contexts(list(_ATTENTION))
+
+
+def _keep_products(tp: bool):
+    """Of a block's products wq, wk, wv, wo, w1, w3, w2: all but the last, whose output only leaves the block, and with
+    tensor parallelism the sum over ranks of wo instead of every rank's large part of it."""
+    seen: dict[tuple[bool, Any], int] = defaultdict(int)
+
+    def keep(ctx, op, *args, **kwargs) -> CheckpointPolicy:
+        number = seen[ctx.is_recompute, op]
+        seen[ctx.is_recompute, op] += 1
+        is_kept = op in _ATTENTION or (op in _PRODUCTS and number < 6 and not (tp and number == 3))
+        is_kept |= op is reduce_scatter.default and number == 0
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(keep)
+
+
+def apply_ac(model: Transformer, ac: str | int, tp: bool = False) -> None:
+    """Compute activations of blocks again in backward.
+
+    Args:
+        ac: `none`; `full`: keep a block's input and its attention (output, log-sum-exp, received K/V) only; a number n:
+            `full` in every n-th block; `op`: keep the matrix products too, so that only what is cheap runs again.
+        tp: whether there is tensor parallelism, whose gathers run again in both.
+    """
+    if ac == "none":
+        return
+    every = ac if isinstance(ac, int) else 1
+    keeping = partial(_keep_products, tp) if ac == "op" else _keep_attention
+    for name in list(model.layers)[::every]:
+        model.layers[name] = checkpoint_wrapper(model.layers[name], preserve_rng_state=False, context_fn=keeping)
 
 
 def apply_compile(model: Transformer) -> None:
-    """Compile every block once for all sequence lengths; attention breaks the graph (PackedAttention.forward)."""
+    """Compile every block as one graph for all sequence lengths; its forward only, since FSDP's hooks around it are not
+    to be compiled."""
     # Schedules that split the backward run a graph's backward twice, once for the inputs and once for the weights.
     functorch_config.donated_buffer = False
     for block in model.layers.values():
-        block.compile(dynamic=True)
+        block.forward = torch.compile(block.forward, dynamic=True, fullgraph=True)
 
 
 def apply_fsdp(

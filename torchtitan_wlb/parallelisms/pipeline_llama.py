@@ -72,7 +72,7 @@ def plan_pipeline(
     cost: CostModel,
     device: Device,
     bytes_per_token: float,
-    recomputed: float = 0.0,
+    ac: str | int = "none",
 ) -> PipelinePlan:
     """Cut the model for a schedule; pp = 1 gives one stage.
 
@@ -81,7 +81,7 @@ def plan_pipeline(
         seq_len: of the documents for which stages take the same time.
         cost: of layers and head.
         device: for the transfers. bytes_per_token: of the activations between stages.
-        recomputed: share of the blocks under activation checkpointing.
+        ac: activation checkpointing, see parallelize_llama.apply_ac.
     """
     n_stages = count_stages(schedule, pp, stages_per_rank)
     # Seconds a token.
@@ -91,13 +91,14 @@ def plan_pipeline(
     embedding = cost.token_cost * args.embedding_flops_per_token / args.flops_per_token
     stages = split_layers(args.n_layers, n_stages, layer + attention, head, embedding)
     linear = [len(r) * layer + (head if r.stop == args.n_layers else 0.0) for r in stages]
+    recomputed = {"none": 0.0, "op": 0.0, "full": 1.0}[ac] if isinstance(ac, str) else 1 / ac
     costs = StageCosts(
         attention=tuple(len(r) / args.n_layers for r in stages),
         linear=tuple(x / sum(linear) for x in linear),
         recomputed=recomputed,
         transfer=(device.latency, bytes_per_token / device.link),
     )
-    actions = schedule_actions(schedule, pp, m, stages_per_rank, split=recomputed == 0)
+    actions = schedule_actions(schedule, pp, m, stages_per_rank, split=ac == "none")
     return PipelinePlan(stages, actions, StepModel(actions, costs))
 
 
