@@ -1,18 +1,22 @@
 """Cut the model into stages of even predicted time and run micro-batches of different length through them.
 
 Without pipelining the same `forward_backward` accumulates gradients over the micro-batches, with one reduction at the
-last.
+end.
 """
 
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
 
 from torchtitan_wlb.cost.cost_model import CostModel
 from torchtitan_wlb.cost.devices import Device
@@ -111,9 +115,9 @@ class Pipeline:
         world_mesh: the device mesh; its `pp` dimension is used.
         device, dtype, dim, tp: of the activations between stages.
         clock: told when the parts of micro-batches begin and end.
-        gathers_once: without pipelining, keep gathered parameters from the first forward to the last backward of a
-            step, so that data-parallel ranks wait for each other once and not in every micro-batch. Needs a model that
-            was built with reshard_after_forward=False.
+        gathers_once: without pipelining, gather all parameters before the first forward, keep them, and reduce
+            gradients after the last backward, so that data-parallel ranks wait for each other at the ends of a step
+            only. Needs a model that was built with reshard_after_forward=False.
     """
 
     def __init__(
@@ -168,16 +172,24 @@ class Pipeline:
     def _accumulate(self, micro_batches: list[MicroBatch], loss_scale: float) -> torch.Tensor:
         (model,) = self.model_parts
         total = torch.zeros((), device=micro_batches[0].tokens.device)
+        once = self._gathers_once
+        if once:
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.unshard(async_op=True)
         for i, mb in enumerate(micro_batches):
-            is_last = i == len(micro_batches) - 1
-            model.set_requires_gradient_sync(is_last)
-            model.set_is_last_backward(is_last)
-            model.set_reshard_after_backward(is_last or not self._gathers_once)
+            reduces = not once and i == len(micro_batches) - 1
+            model.set_requires_gradient_sync(reduces)
+            model.set_is_last_backward(reduces)
+            model.set_reshard_after_backward(not once)
             with self._clock.part("forward", i):
                 loss = model(mb.tokens, **_kwargs(mb, loss_scale))
             with self._clock.part("backward", i):
                 loss.backward()
             total += loss.detach()
+        if once:
+            # As the schedules do it: FSDP's own reduction in the last backward would wait layer by layer.
+            PipelineStage.perform_reduce_grad(cast(Any, SimpleNamespace(submod=model)), grad_scale_factor=1)
         return total
 
     @torch.no_grad()
