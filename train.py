@@ -147,6 +147,7 @@ def main(job_config: JobConfig) -> None:
     if world_size > 1 and device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     if job_config.debug.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     world_mesh = parallel_dims.build_mesh(device.type)
     my = parallel_dims.coordinates(rank)
@@ -196,13 +197,14 @@ def main(job_config: JobConfig) -> None:
             kernel=kernel,
             n_ids=tokenizer.n_ids,
             max_position=training.seq_len,
-            loss_chunk=training.loss_chunk_size,
+            loss_chunk=training.loss_chunk(model_args.vocab_size // parallel_dims.tp),
             seed=job_config.debug.seed,
             device=device,
             param_dtype=dtype,
             reduce_dtype=getattr(torch, training.mixed_precision_reduce),
             ac=job_config.activation_checkpoint.kept,
             compile=job_config.compile.enable,
+            async_tp=parallelism.enable_async_tensor_parallel,
             recompute_kv=job_config.context_parallel.recompute_kv,
             reshard_after_forward=reshards,
             cpu_offload=training.enable_cpu_offload and device.type == "cuda",
@@ -223,6 +225,7 @@ def main(job_config: JobConfig) -> None:
         tp=parallel_dims.tp,
         clock=clock,
         gathers_once=not reshards,
+        reduces_each=parallelism.reduce_every_micro_batch,
     )
     optimizers = build_optimizers(model_parts, job_config.optimizer)
 

@@ -8,6 +8,7 @@ Add a few GB for what the estimate leaves out: communication buffers, temporarie
 
 import argparse
 import sys
+from functools import partial
 
 from scripts.recipe import resolve_recipe
 from torchtitan_wlb.config_checks import reshards_parameters
@@ -31,10 +32,9 @@ def main(argv: list[str]) -> None:
     for ac in ("none", "op", "full"):
         config.activation_checkpoint.mode = "selective" if ac == "op" else ac  # type: ignore[assignment]
         config.activation_checkpoint.selective_ac_option = "op"
-        args = config, dims, recipe.args, recipe.pipeline_plan()
-        parts = estimate_memory(*args, settings, reshards=reshards)
-        fits = largest_that_fits(memory, *args, settings=settings, reshards=reshards)
-        print(f"{ac:5} {in_words(parts)}; S_max that fits: {fits:,}")
+        estimate = partial(estimate_memory, config, dims, recipe.args, recipe.pipeline_plan(), reshards=reshards)
+        fits = largest_that_fits(memory, estimate, settings)
+        print(f"{ac:5} {in_words(estimate(settings))}; S_max that fits: {fits:,}")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ class Model(Section):
     Llama-3's tokenizer.model."""
     tokenizer_pattern: str = ""
     """Expression that cuts text into words before the merges of a rank file; empty: Llama-3's, for its rank file."""
-    attention: Literal["auto", "sdpa", "varlen", "flash"] = "auto"
+    attention: Literal["auto", "sdpa", "varlen", "flash", "fa3", "fa4"] = "auto"
     """Attention kernel: sdpa (any device), varlen (ATen flash attention, CUDA), flash (the flash-attn package,
     CUDA)."""
     add_bos: bool = True
@@ -93,14 +93,18 @@ class Training(Section):
     """Type of parameters and activations in forward and backward."""
     mixed_precision_reduce: Literal["float32"] = "float32"
     """Type of the gradient reduction."""
-    loss_chunk_size: Count = 1024
-    """Tokens whose logits exist at the same time."""
+    loss_chunk_size: CountOrAuto = -1
+    """Tokens whose logits exist at the same time; -1: as many as make 128 MB."""
     num_workers: Annotated[int, Field(ge=0, le=64)] = 1
     """Threads that build steps ahead of the training loop; 0: the loop builds them itself."""
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory (CUDA only)."""
     gc_freq: Count = 50
     """Steps between Python garbage collections (they stall all ranks, so all collect at the same step)."""
+
+    def loss_chunk(self, vocab_rows: int) -> int:
+        """loss_chunk_size, -1 resolved for a rank with some rows of the head."""
+        return max(1, (128 << 20) // (4 * vocab_rows)) if self.loss_chunk_size == -1 else self.loss_chunk_size
 
     @property
     def length_multiple(self) -> int:
@@ -185,6 +189,11 @@ class Parallelism(Section):
     """Free gathered parameters after forward, and between micro-batches. Without pipelining ranks that share them then
     wait for each other in every micro-batch, so wlb makes all micro-batches equal. default: where a rank has one
     micro-batch a step and there is no pipelining."""
+    reduce_every_micro_batch: bool = False
+    """Reduce gradients after every micro-batch, not once a step: no rank holds whole ones (4 bytes a parameter of its
+    stages) in between, but data-parallel ranks wait in every micro-batch. Replicas add theirs at the end in both."""
+    enable_async_tensor_parallel: bool = False
+    """Overlap gathers and scatters of tensor parallelism with matrix products; needs CUDA and compile.enable."""
 
 
 class Optimizer(Section):

@@ -135,8 +135,9 @@ def resolve_packing(
     for s in [base, *(base.split(k) for k in SPLITS[1:] if may_split)]:
         if not any(batch_problems(s.n, dims, schedule)):
             idle = bubble(schedule, dims.pp, s.n // dims.dp, p.pipeline_parallel_stages_per_rank)
-            # Parameters that are gathered for every micro-batch make ranks wait in every one.
-            waits_in_each = dims.pp == 1 and dims.dp > 1 and reshards_parameters(config, dims, s.n)
+            # Parameters gathered, or gradients reduced, for every micro-batch make ranks wait in every one.
+            in_each = reshards_parameters(config, dims, s.n) or p.reduce_every_micro_batch
+            waits_in_each = dims.pp == 1 and dims.dp > 1 and in_each
             yield replace(s, objective=StepObjective(s.n if waits_in_each else dims.dp, idle))
         elif s is base:
             yield base  # check_batch says what is wrong with it
@@ -154,13 +155,23 @@ def batch_problems(n: int, dims: ParallelDims, schedule: str) -> Problems:
         yield f"--training.global_batch_size {n} gives {n // dims.dp} micro-batches a data-parallel rank: {reason}"
 
 
-def check_reshard(config: JobConfig, dims: ParallelDims) -> Problems:
+def check_parallelism(config: JobConfig, dims: ParallelDims) -> Problems:
     p = config.parallelism
     splits = p.pipeline_parallel_schedule in SPLIT_SCHEDULES and config.activation_checkpoint.mode == "none"
     if dims.pp > 1 and splits and p.reshard_after_forward == "always":
         yield (
             f"--parallelism.reshard_after_forward always: {p.pipeline_parallel_schedule} splits backward, which then "
             "loses gradients; legal are default and never, or --activation_checkpoint.mode selective or full"
+        )
+    if dims.pp > 1 and splits and p.reduce_every_micro_batch:
+        yield (
+            f"--parallelism.reduce_every_micro_batch: {p.pipeline_parallel_schedule} splits backward and has whole "
+            "gradients at the end only; legal with --activation_checkpoint.mode selective or full"
+        )
+    if p.enable_async_tensor_parallel and not (config.compile.enable and dims.tp > 1):
+        yield (
+            "--parallelism.enable_async_tensor_parallel: needs --compile.enable and "
+            "--parallelism.tensor_parallel_degree of at least 2"
         )
 
 
@@ -282,7 +293,7 @@ def source_problems(section: str, names, paths, weights) -> Problems:
 CHECKS = (
     check_model,
     check_batch,
-    check_reshard,
+    check_parallelism,
     check_lengths,
     check_packing,
     check_schedule_of_rate,

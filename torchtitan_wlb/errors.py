@@ -1,7 +1,5 @@
 """What a user's mistake ends in."""
 
-from pydantic import ValidationError
-
 
 class ConfigError(ValueError):
     """Everything that is wrong with a configuration or with a file it names, in one message."""
@@ -13,6 +11,8 @@ class ConfigError(ValueError):
 
 def first_reason(error: Exception) -> str:
     """Where and why a file is not what it should be: the first finding of a pydantic error, else the error itself."""
+    from pydantic import ValidationError  # kernels and shard plans, which raise errors too, go without it
+
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors()[0]

@@ -42,6 +42,9 @@ PRIVATE = {
     "functorch_config": "torch._functorch.config:",
     # An operator takes a process group by its name.
     "resolve_group": "torch.distributed.distributed_c10d:_resolve_process_group",
+    # Tensor parallelism's collectives in pieces under matrix products.
+    "inductor_config": "torch._inductor.config:",
+    "enable_symmetric_memory": "torch.distributed._symmetric_memory:enable_symm_mem_for_group",
     # The seam at which torch's own context parallelism takes another order of tokens.
     "LoadBalancer": f"{_BALANCER}:_LoadBalancer",
     "generate_indices": f"{_BALANCER}:_LoadBalancer._generate_indices",

@@ -50,6 +50,7 @@ class Case:
     stages_per_rank: int = 2
     compile: bool = False
     reshard: str = "default"
+    reduces_each: bool = False
 
     @property
     def dims(self) -> ParallelDims:
@@ -107,6 +108,7 @@ def run_case(case: Case, documents, flip: tuple[int, int] | None, out: Path) -> 
     pipeline = Pipeline(
         models, actions=actions, world_mesh=mesh, device=device, dtype=torch.float32, dim=ARGS.dim, tp=dims.tp,
         clock=MicroBatchClock(device, timed=False), gathers_once=not reshards,
+        reduces_each=case.reduces_each,
     )  # fmt: skip
 
     hidden: list[torch.Tensor] = []

@@ -26,6 +26,10 @@ CASES = {
     2: [
         Case("dp2", dp_shard=2),
         Case("dp2-always", dp_shard=2, reshard="always"),
+        Case("dp2-reduces-each", dp_shard=2, m=3, reduces_each=True),
+        Case("pp2-reduces-each", pp=2, m=4, schedule="Interleaved1F1B", reduces_each=True),
+        Case("cp2-op-compile", cp=2, ac="op", compile=True),
+        Case("tp2-full", tp=2, ac="full"),
         Case("tp2", tp=2),
         Case("cp2-document", cp=2),
         Case("cp2-sequence", cp=2, sharding="per_sequence"),
@@ -45,6 +49,8 @@ CASES = {
     ],
     4: [
         Case("hsdp2x2", dp_replicate=2, dp_shard=2),
+        Case("hsdp2x2-reduces-each", dp_replicate=2, dp_shard=2, m=3, reduces_each=True),
+        Case("pp2dp2-reduces-each", pp=2, dp_replicate=2, m=4, reduces_each=True, ac="op"),
         Case("tp4-kv2", tp=4),
         Case("cp4-document", cp=4),
         Case("cp4-sequence", cp=4, sharding="per_sequence", recompute_kv=True),
@@ -79,14 +85,14 @@ def random_cases(world_size: int, count: int, seed: int) -> list[Case]:
             f"random{world_size}-{len(found)}", pp=pp, **{axis: rest}, m=rng.randint(pp, 2 * pp + 1),
             schedule=rng.choice(["1F1B", "GPipe", *LOOPED_SCHEDULES, *V_SCHEDULES]), stages_per_rank=rng.randint(1, 4),
             ac=rng.choice(["none", "none", 2, "op", "full"]), reshard=rng.choice(["default", "always", "never"]),
-            recompute_kv=rng.random() < 0.3, sharding=rng.choice(["per_sequence", "hybrid", "alternating"]),
+            recompute_kv=rng.random() < 0.3, reduces_each=rng.random() < 0.3, sharding=rng.choice(["per_sequence", "hybrid", "alternating"]),
         )  # fmt: skip
         splits = case.schedule in SPLIT_SCHEDULES and case.ac == "none"
         stages = count_stages(case.schedule, pp, case.stages_per_rank)
         if (
             stages <= ARGS.n_layers
             and not schedule_problem(case.schedule, pp, case.m)
-            and not (splits and case.reshard == "always")
+            and not (splits and (case.reshard == "always" or case.reduces_each))
         ):
             found.append(case)
     return found

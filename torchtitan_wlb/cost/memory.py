@@ -6,8 +6,6 @@ A micro-batch is alive in a stage from its forward to the end of its backward; t
 are at once. What FSDP's buffers, temporaries of kernels and fragments of an allocator take comes on top.
 """
 
-from collections.abc import Iterable
-
 from torchtitan_wlb.cost.model_shape import ModelShape
 from torchtitan_wlb.cost.step_time import Action
 
@@ -47,10 +45,10 @@ def block_bytes(
     return {**attention, **products, **norms, "w1, silu, w3, product": 4 * feature}
 
 
-def most_alive(actions: Iterable[Action]) -> int:
+def most_alive(actions: list[Action]) -> int:
     """How many (stage, micro-batch) of one rank's actions are alive at once at most."""
     alive: set[tuple[int, int]] = set()
-    split = {(stage, i) for kind, stage, i in (actions := list(actions)) if kind == "W"}
+    split = {(stage, i) for kind, stage, i in actions if kind == "W"}
     most = 0
     for kind, stage, i in actions:
         if kind == "F":

@@ -8,19 +8,18 @@ lie end to end and cover all queries and keys given; whoever needs a key twice g
 Whoever calls the pair decides what is saved in between.
 
 `sdpa` is the reference: it loops over segments on views and never builds a Tq x Tk mask. `varlen` (ATen's flash
-attention, bundled with torch), `fa3` and `fa4` (which torch puts in its place) and `flash` (the flash-attn package) take
-all segments in one call, on CUDA; they have not run on a GPU yet.
+attention, bundled with torch), `fa3` and `fa4` (which torch puts in its place) and `flash` (the flash-attn package)
+take all segments in one call, on CUDA; they have not run on a GPU yet.
 """
 
 import importlib.util
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-
 from torch.nn.attention import activate_flash_attention_impl
 
 from torchtitan_wlb.errors import ConfigError
@@ -43,8 +42,8 @@ class Segments:
     longest_k: int
 
     @staticmethod
-    def of(queries: Sequence[int], keys: Sequence[int] | None = None, device: Any = "cpu") -> "Segments":
-        """From queries and keys of each, as many keys as queries by default (whole documents)."""
+    def of(queries: Any, keys: Any = None, device: Any = "cpu") -> "Segments":
+        """From the sizes of each, ints [n]: queries, and keys (as many as queries by default: whole documents)."""
         keys = queries if keys is None else keys
         cu_q, cu_k = (torch.from_numpy(cumulative(x)).to(device) for x in (queries, keys))
         return Segments(cu_q, cu_k, int(max(queries, default=0)), int(max(keys, default=0)))
@@ -85,7 +84,7 @@ def select_kernel(device_type: str, dtype: torch.dtype, name: str = "auto") -> K
         candidates = [name]
     else:
         candidates = ["fa4", "fa3", "varlen"] if half else ["sdpa"]
-    reasons = []
+    reasons: list[str] = []
     for candidate in candidates:
         if not (reason := _why_not(candidate, half, f"{device_type} and {dtype}")):
             if name == "auto" and reasons:
@@ -113,8 +112,8 @@ def _why_not(name: str, half: bool, where: str) -> str:
             activate_flash_attention_impl(implementation)
         except Exception as error:  # whatever a package that is not made for this machine says
             return f"{package} cannot be used ({str(error).splitlines()[0][:100]})"
-    error = relative_error(KERNELS[name], torch.device("cuda"))
-    return "" if error < LARGEST_ERROR else f"is off by {error:.1%} on a small case"
+    off_by = relative_error(KERNELS[name], torch.device("cuda"))
+    return "" if off_by < LARGEST_ERROR else f"is off by {off_by:.1%} on a small case"
 
 
 def relative_error(kernel: Kernel, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> float:

@@ -1,5 +1,6 @@
 """What the ranks of a run will hold in memory (cost/memory.py), from its configuration and its pipeline."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -55,9 +56,9 @@ def estimate_memory(
                 largest=largest / dims.cp,
                 received=0.0 if config.context_parallel.recompute_kv else received_at_most(dims.cp),
                 keeps_gathered=not reshards,
-                accumulates=settings.n > dims.dp,
+                accumulates=settings.n > dims.dp and not config.parallelism.reduce_every_micro_batch,
                 optimizer_bytes=8 if config.optimizer.name == "AdamW" else 4 * (config.optimizer.momentum > 0),
-                loss_chunk=config.training.loss_chunk_size,
+                loss_chunk=config.training.loss_chunk(shape.vocab_size // dims.tp),
             )
         )
     return max(found, key=lambda x: sum(x.values()))
@@ -75,17 +76,17 @@ def in_words(parts: dict[str, float]) -> str:
     return f"{sum(parts.values()) / 1e9:.2f} GB ({shown})"
 
 
-def largest_that_fits(memory: float, *args, settings: PackingSettings, **how) -> int:
+def largest_that_fits(memory: float, estimate: Callable[..., dict[str, float]], settings: PackingSettings) -> int:
     """Tokens of the largest micro-batch with which the fullest rank stays within some bytes, 0 if none does.
 
     Args:
-        args, settings, how: as for estimate_memory.
+        estimate: estimate_memory for settings and a largest micro-batch.
     """
     low, high, step = 0, 1 << 24, settings.seq_len_multiple
     while high - low > step:
         middle = (low + high) // 2 // step * step or step
         limited = replace(settings, micro_batch_tokens=min(settings.micro_batch_tokens, middle))
-        fits = sum(estimate_memory(*args, limited, largest=middle, **how).values()) <= memory
+        fits = sum(estimate(limited, largest=middle).values()) <= memory
         low, high = (middle, high) if fits else (low, middle)
         if middle == step and not fits:
             return 0

@@ -30,7 +30,13 @@ from torchtitan_wlb.parallelisms.tensor_parallel import (
     VocabEmbedding,
     VocabHead,
 )
-from torchtitan_wlb.torch_private import checkpoint_wrapper, functorch_config, reduce_scatter
+from torchtitan_wlb.torch_private import (
+    checkpoint_wrapper,
+    enable_symmetric_memory,
+    functorch_config,
+    inductor_config,
+    reduce_scatter,
+)
 
 
 def parallelize_llama(
@@ -43,6 +49,7 @@ def parallelize_llama(
     reduce_dtype: torch.dtype,
     ac: str | int = "none",
     compile: bool = False,
+    async_tp: bool = False,
     recompute_kv: bool = False,
     reshard_after_forward: bool = True,
     cpu_offload: bool = False,
@@ -54,6 +61,7 @@ def parallelize_llama(
         kernel: attention kernel (models/kernels.py).
         param_dtype, reduce_dtype: of parameters and activations, and of the gradient reduction.
         ac: activation checkpointing, see apply_ac.
+        async_tp: overlap collectives of tensor parallelism with matrix products; compiled on CUDA only.
         recompute_kv: exchange K/V again in backward instead of keeping what was received.
         reshard_after_forward: free gathered parameters between forward and backward.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
@@ -65,6 +73,9 @@ def parallelize_llama(
     apply_ac(model, ac, tp=parallel_dims.tp > 1)
     if compile:
         apply_compile(model)
+    if async_tp:
+        inductor_config._micro_pipeline_tp = True
+        enable_symmetric_memory(world_mesh["tp"].get_group().group_name)
     fsdp_mesh = parallel_dims.fsdp_mesh(world_mesh)
     apply_fsdp(model, fsdp_mesh, param_dtype, reduce_dtype, reshard_after_forward, cpu_offload)
 

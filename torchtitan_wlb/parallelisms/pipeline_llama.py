@@ -118,6 +118,8 @@ class Pipeline:
         gathers_once: without pipelining, gather all parameters before the first forward, keep them, and reduce
             gradients after the last backward, so that data-parallel ranks wait for each other at the ends of a step
             only. Needs a model that was built with reshard_after_forward=False.
+        reduces_each: reduce gradients after every micro-batch, so that none are kept whole; replicas still add theirs
+            at the end. Not with schedules that split backward.
     """
 
     def __init__(
@@ -132,13 +134,18 @@ class Pipeline:
         tp: int,
         clock: MicroBatchClock,
         gathers_once: bool = False,
+        reduces_each: bool = False,
     ):
-        self.model_parts, self._tp, self._clock, self._gathers_once = model_parts, tp, clock, gathers_once
+        self.model_parts, self._tp, self._clock = model_parts, tp, clock
+        self._gathers_once, self._reduces_each = gathers_once, reduces_each
         self._schedule = None
         if world_mesh["pp"].size() > 1:
             group, mine = world_mesh["pp"].get_group(), stages_of(actions[world_mesh["pp"].get_local_rank()])
             n_stages = sum(len(stages_of(each)) for each in actions)
-            stages = [VarlenStage(m, i, n_stages, device, dtype, dim, group, clock) for m, i in zip(model_parts, mine)]
+            stages = [
+                VarlenStage(m, i, n_stages, device, dtype, dim, group, clock, reduces_each)
+                for m, i in zip(model_parts, mine)
+            ]
             self._schedule = VarlenSchedule(stages, actions)
 
     def forward_backward(self, micro_batches: list[MicroBatch], loss_scale: float) -> torch.Tensor:
@@ -172,22 +179,23 @@ class Pipeline:
     def _accumulate(self, micro_batches: list[MicroBatch], loss_scale: float) -> torch.Tensor:
         (model,) = self.model_parts
         total = torch.zeros((), device=micro_batches[0].tokens.device)
-        once = self._gathers_once
-        if once:
+        if self._gathers_once:
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.unshard(async_op=True)
+        at_end = self._gathers_once and not self._reduces_each
         for i, mb in enumerate(micro_batches):
-            reduces = not once and i == len(micro_batches) - 1
-            model.set_requires_gradient_sync(reduces)
-            model.set_is_last_backward(reduces)
-            model.set_reshard_after_backward(not once)
+            is_last = i == len(micro_batches) - 1
+            model.set_requires_gradient_sync(self._reduces_each or (is_last and not at_end))
+            model.set_requires_all_reduce(is_last)
+            model.set_is_last_backward(is_last and not at_end)
+            model.set_reshard_after_backward((is_last and not at_end) or not self._gathers_once)
             with self._clock.part("forward", i):
                 loss = model(mb.tokens, **_kwargs(mb, loss_scale))
             with self._clock.part("backward", i):
                 loss.backward()
             total += loss.detach()
-        if once:
+        if at_end:
             # As the schedules do it: FSDP's own reduction in the last backward would wait layer by layer.
             PipelineStage.perform_reduce_grad(cast(Any, SimpleNamespace(submod=model)), grad_scale_factor=1)
         return total

@@ -41,6 +41,7 @@ class VarlenStage(PipelineStage):
         device, dtype, dim: of the activations [1, T/CP/TP, dim] between stages.
         group: pipeline ranks.
         clock: told when the parts of micro-batches begin and end.
+        reduces_each: reduce gradients after every micro-batch.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class VarlenStage(PipelineStage):
         dim: int,
         group: dist.ProcessGroup,
         clock: MicroBatchClock,
+        reduces_each: bool = False,
     ):
         # Static metadata at construction: shapes do not matter, set_lengths gives the real ones.
         hidden = torch.empty(1, 1, dim, dtype=dtype, device="meta", requires_grad=True)
@@ -61,12 +63,12 @@ class VarlenStage(PipelineStage):
         inputs = tokens if stage_index == 0 else hidden
         outputs = loss if stage_index == n_stages - 1 else hidden
         super().__init__(submodule, stage_index, n_stages, device, input_args=inputs, output_args=outputs, group=group)
-        self._dtype, self._dim, self._clock = dtype, dim, clock
+        self._dtype, self._dim, self._clock, self._reduces_each = dtype, dim, clock, reduces_each
         self._static = (extract_tensor_metas((inputs,)), extract_tensor_metas((outputs,)))
 
     def set_lengths(self, lengths: list[int]) -> None:
         """Describe the micro-batches of the next step: tokens T/CP/TP of each, in training order."""
-        self.chunks = len(lengths)
+        self.chunks, self._done = len(lengths), 0
         self._stage_meta.inputs, self._stage_meta.outputs = self._static
         self.act_send_info = {0: [] if self.is_last else [self.stage_index + 1]}
         self.args_recv_info = {i: self._infos(t, self.stage_index - 1, self.is_first) for i, t in enumerate(lengths)}
@@ -102,6 +104,10 @@ class VarlenStage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args, **kwargs):
         with self._clock.part("backward", bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+            if self._reduces_each:
+                self._done += 1
+                self.submod.set_requires_all_reduce(self._done == self.chunks)  # type: ignore[operator]
+                self.perform_reduce_grad(1)
         for infos in (self.args_recv_info, self.grad_recv_info):
             for info in infos[bwd_chunk_id]:
                 info.buffer = None
