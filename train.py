@@ -32,7 +32,7 @@ from torchtitan_wlb.config_checks import (
     validate,
 )
 from torchtitan_wlb.config_manager import exit_on_config_error, load_config
-from torchtitan_wlb.cost.devices import DEVICES, find_device
+from torchtitan_wlb.cost.devices import DEVICES, find_device, peak_flops
 from torchtitan_wlb.cost.profile import build_cost_model, build_kernel_cost, read_profile
 from torchtitan_wlb.cost.step_time import stages_of
 from torchtitan_wlb.data.dataloader import StepPlans, build_dataloader, make_planner
@@ -42,7 +42,7 @@ from torchtitan_wlb.data.tokenizer import build_tokenizer
 from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.folders import prove_writable, set_aside, take
 from torchtitan_wlb.logger import init_logger, logger
-from torchtitan_wlb.metrics import ALL_SHARDINGS, MetricLogger, peak_flops
+from torchtitan_wlb.metrics import ALL_SHARDINGS, MetricLogger
 from torchtitan_wlb.models.kernels import select_kernel
 from torchtitan_wlb.models.llama import llama_configs
 from torchtitan_wlb.optimizer import build_optimizers, lr_factor
@@ -55,6 +55,7 @@ from torchtitan_wlb.parallelisms.distributed import (
     set_timeouts,
 )
 from torchtitan_wlb.parallelisms.gradients import clip_grad_norm
+from torchtitan_wlb.parallelisms.memory_estimate import estimate_memory, in_words
 from torchtitan_wlb.parallelisms.parallelize_llama import build_stage
 from torchtitan_wlb.parallelisms.pipeline_llama import Pipeline, plan_pipeline
 from torchtitan_wlb.parallelisms.step_sums import gather_step, measured_imbalance
@@ -95,7 +96,7 @@ def main(job_config: JobConfig) -> None:
         set_aside(dump_folder / name for name in written)
     device = select_device()
     device_name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    kind = find_device(job_config.cost_model.device, device_name)
+    kind = find_device(job_config.cost_model.device, device_name, job_config.cost_model.profile)
     dtype = getattr(torch, training.mixed_precision_param)
     kernel = select_kernel(device.type, dtype, job_config.model.attention)
     tokenizer = build_tokenizer(job_config.model)
@@ -211,6 +212,8 @@ def main(job_config: JobConfig) -> None:
         )
         for i in stages_of(plan.actions[my["pp"]])
     ]
+    held = estimate_memory(job_config, parallel_dims, model_args, plan, settings, reshards=reshards)
+    logger.info(f"Memory of the fullest rank, estimated: {in_words(held)}")
     parameters = {name: p for part in model_parts for name, p in part.named_parameters()}
     layers = [f"{r.start}..{r.stop - 1}" for r in plan.stages]
     logger.info(f"Model {job_config.model.flavor}, layers of the stages {layers}, kernel {kernel.name}, {dtype}")

@@ -249,7 +249,7 @@ class Bench:
         config.packing.strategy = known.get(name, name)  # type: ignore[assignment]
         objective = StepObjective(self.dims.dp, self.dims.pp - 1.0)  # 1F1B's, so that all schedules train the same
         settings = resolve_settings(
-            config.training, config.packing, n=self.n, objective=objective, pp=self.dims.pp, seed=seed, cost=self.cost,
+            config.training, config.packing, n=self.n, objective=objective, seed=seed, cost=self.cost,
         ).split(split_of(strategy))  # fmt: skip
         return replace(settings, objective=StepObjective(settings.n, 0.0)) if name == "wlb_equal" else settings
 

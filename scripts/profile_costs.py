@@ -19,11 +19,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from scripts.origin import hardware, write_results
 from scripts.recipe import Recipe, resolve_recipe
-from scripts.timing import Clock, kernel_milliseconds, make_inputs, medians
+from scripts.timing import Clock, FreeAttention, block_share, kernel_milliseconds, make_inputs, medians
 from torchtitan_wlb.config import JobConfig, Parallelism
 from torchtitan_wlb.config_manager import exit_on_config_error, load_config
 from torchtitan_wlb.cost.devices import DEVICES
@@ -36,7 +35,7 @@ from torchtitan_wlb.logger import init_logger
 from torchtitan_wlb.loss import IGNORE_INDEX
 from torchtitan_wlb.models.attention import AttentionMeta
 from torchtitan_wlb.models.kernels import Segments, select_kernel
-from torchtitan_wlb.models.llama import LossHead, ModelArgs, Transformer, TransformerBlock, rotary_table
+from torchtitan_wlb.models.llama import LossHead, ModelArgs, Transformer, rotary_table
 from torchtitan_wlb.packing.quality import measure
 
 ENOUGH: dict[str, Any] = {"least_seconds": 0.2, "runs": 3}  # of a measurement
@@ -74,27 +73,6 @@ def measure_attention(
     return rows
 
 
-class FreeAttention(nn.Module):
-    """In the place of a block's attention: takes no time, and still gives every projection a gradient."""
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
-        return q + 0 * (k.sum() + v.sum())
-
-
-def block_share(args: ModelArgs, tp: int) -> TransformerBlock:
-    """A block with one tensor-parallel rank's share of every matrix, without its attention; activations between the
-    matrices stay whole."""
-    block = TransformerBlock(replace(args, ffn_dim=args.ffn_dim // tp))
-    attention = block.attention
-    attention.inner_attention = FreeAttention()
-    heads, kv_heads = args.n_heads // tp, max(1, args.n_kv_heads // tp)
-    attention.wq = nn.Linear(args.dim, heads * args.head_dim, bias=False)
-    attention.wk = nn.Linear(args.dim, kv_heads * args.head_dim, bias=False)
-    attention.wv = nn.Linear(args.dim, kv_heads * args.head_dim, bias=False)
-    attention.wo = nn.Linear(heads * args.head_dim, args.dim, bias=False)
-    return block
-
-
 def measure_linear(
     args: ModelArgs,
     n_ids: int,
@@ -105,7 +83,7 @@ def measure_linear(
     clock: Clock = time.perf_counter,
 ) -> list[dict]:
     """Rows tokens, layer_ms, head_ms (forward + backward): a layer whose attention is free, and head with loss."""
-    block = block_share(args, tp).to(device, dtype)
+    block = block_share(args, tp, FreeAttention()).to(device, dtype)
     head = LossHead(args.dim, args.vocab_size // tp, min(n_ids, args.vocab_size // tp), 1024).to(device, dtype)
     torch.nn.init.normal_(head.weight, 0.0, 0.02)
     rope = rotary_table(args, longest, device)

@@ -110,7 +110,8 @@ def resolve_recipe(config: JobConfig, *, ranks: int = 0, seed: int | None = None
     dims = validate(config, ranks or least)
     tokenizer = build_tokenizer(config.model)
     args = replace(llama_configs[config.model.flavor], vocab_size=tokenizer.padded_vocab_size)
-    device = find_device(config.cost_model.device, torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    device = find_device(config.cost_model.device, name, config.cost_model.profile)
     profile = read_profile(config.cost_model.profile, args, tp=dims.tp)
     cost = build_cost_model(profile, device, args, tp=dims.tp, cp=dims.cp)
     return Recipe(config, dims, tokenizer, args, device, profile, list(resolve_packing(config, dims, cost, seed)))

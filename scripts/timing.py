@@ -1,14 +1,17 @@
-"""Time something forward and backward, on any device; and attention kernels alone."""
+"""Time something forward and backward, on any device; attention kernels alone; one rank's share of a block."""
 
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
-from torchtitan_wlb.models.attention import empty_output
+from torchtitan_wlb.models.attention import AttentionMeta, empty_output
 from torchtitan_wlb.models.kernels import Kernel, Segments
+from torchtitan_wlb.models.llama import ModelArgs, TransformerBlock
 
 Clock = Callable[[], float]
 
@@ -80,3 +83,23 @@ def kernel_milliseconds(kernel: Kernel, tensors: list[torch.Tensor], segments: S
         lambda result: kernel.backward(g, q, k, v, *result, segments),
         **how,
     )
+
+
+class FreeAttention(nn.Module):
+    """In the place of a block's attention: takes no time, and still gives every projection a gradient."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
+        return q + 0 * (k.sum() + v.sum())
+
+
+def block_share(args: ModelArgs, tp: int, inner_attention: nn.Module) -> TransformerBlock:
+    """A block with one tensor-parallel rank's share of every matrix; activations between the matrices stay whole."""
+    block = TransformerBlock(replace(args, ffn_dim=args.ffn_dim // tp))
+    attention = block.attention
+    attention.inner_attention = inner_attention
+    heads, kv_heads = args.n_heads // tp, max(1, args.n_kv_heads // tp)
+    attention.wq = nn.Linear(args.dim, heads * args.head_dim, bias=False)
+    attention.wk = nn.Linear(args.dim, kv_heads * args.head_dim, bias=False)
+    attention.wv = nn.Linear(args.dim, kv_heads * args.head_dim, bias=False)
+    attention.wo = nn.Linear(heads * args.head_dim, args.dim, bias=False)
+    return block

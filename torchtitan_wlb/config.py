@@ -124,8 +124,8 @@ class Packing(Section):
     max_len_factor: Annotated[float, Field(ge=1, le=100)] = 1.5
     """S_max / seq_len: no micro-batch of wlb and wlb_paper is longer. Set by memory; always wins over balance."""
     max_tokens_in_flight: Natural = 0
-    """wlb: limit for the tokens of any PP micro-batches together, PP being the pipeline degree: so many are in memory
-    at once under 1F1B. 0: each is limited by max_len_factor alone."""
+    """wlb: limit for the tokens of as many micro-batches together as the pipeline's schedule has in memory at once (PP
+    under 1F1B). 0: each is limited by max_len_factor alone."""
     delay_price: PositiveFloat | Literal["auto"] = "auto"
     """wlb: how much time it may cost to train a waiting document now. To let a document of 1,000 tokens leave one step
     earlier, a step may become longer by the time that 1,000 x delay_price short tokens take. Lower values balance
@@ -161,7 +161,7 @@ class ContextParallel(Section):
 
 
 class CostModel(Section):
-    device: Literal["auto", "cpu", "h100", "h200"] = "auto"
+    device: Literal["auto", "cpu", "h100", "h200", "b200"] = "auto"
     """Device whose rates the analytic workload model uses. Frozen at the first step of a run."""
     profile: str = ""
     """JSON of scripts/profile_costs.py: measured costs instead of analytic ones. Frozen at the first step of a run."""

@@ -11,6 +11,7 @@ from pathlib import PurePath
 
 from torchtitan_wlb.config import JobConfig
 from torchtitan_wlb.cost.cost_model import CostModel
+from torchtitan_wlb.cost.memory import in_flight
 from torchtitan_wlb.data.micro_batch import padded_length
 from torchtitan_wlb.data.sources import SOURCES
 from torchtitan_wlb.errors import ConfigError
@@ -23,6 +24,7 @@ from torchtitan_wlb.parallelisms.schedules import (
     bubble,
     count_stages,
     default_micro_batches,
+    schedule_actions,
     schedule_problem,
 )
 
@@ -127,7 +129,7 @@ def resolve_packing(
         config.packing,
         n=resolve_batch(config, dims),
         objective=StepObjective(1, 0.0),
-        pp=dims.pp,
+        alive=micro_batches_alive(config, dims, resolve_batch(config, dims)),
         seed=config.debug.seed if seed is None else seed,
         cost=cost,
     )
@@ -138,9 +140,21 @@ def resolve_packing(
             # Parameters gathered, or gradients reduced, for every micro-batch make ranks wait in every one.
             in_each = reshards_parameters(config, dims, s.n) or p.reduce_every_micro_batch
             waits_in_each = dims.pp == 1 and dims.dp > 1 and in_each
-            yield replace(s, objective=StepObjective(s.n if waits_in_each else dims.dp, idle))
+            objective = StepObjective(s.n if waits_in_each else dims.dp, idle)
+            alive = micro_batches_alive(config, dims, s.n) if s.in_flight[0] else 0
+            yield replace(s, objective=objective, in_flight=(alive, s.in_flight[1]))
         elif s is base:
             yield base  # check_batch says what is wrong with it
+
+
+def micro_batches_alive(config: JobConfig, dims: ParallelDims, n: int) -> int:
+    """Micro-batches whose activations a rank holds at once at most, for n micro-batches a step."""
+    p = config.parallelism
+    if dims.pp == 1 or any(batch_problems(n, dims, p.pipeline_parallel_schedule)):
+        return dims.pp
+    splits = config.activation_checkpoint.mode == "none"
+    m, v = n // dims.dp, p.pipeline_parallel_stages_per_rank
+    return in_flight(schedule_actions(p.pipeline_parallel_schedule, dims.pp, m, v, split=splits))
 
 
 def check_batch(config: JobConfig, dims: ParallelDims) -> Problems:
@@ -204,10 +218,11 @@ def check_packing(config: JobConfig, dims: ParallelDims) -> Problems:
         yield f"--packing.outlier_thresholds {shown}: must rise and lie in 1..{window} (--training.seq_len)"
     if k.strategy == "fixed_solver" and importlib.util.find_spec("scipy") is None:
         yield "--packing.strategy fixed_solver needs SciPy: pip install torchtitan_wlb[solver]"
-    if too_few := 0 < k.max_tokens_in_flight < dims.pp * window:
+    alive = micro_batches_alive(config, dims, resolve_batch(config, dims))
+    if too_few := 0 < k.max_tokens_in_flight < alive * window:
         yield (
-            f"--packing.max_tokens_in_flight {k.max_tokens_in_flight}: must be 0 or at least pipeline degree x "
-            f"seq_len = {dims.pp * window}, the average"
+            f"--packing.max_tokens_in_flight {k.max_tokens_in_flight}: must be 0 or at least {alive} x seq_len = "
+            f"{alive * window}: the schedule has {alive} micro-batches alive at once"
         )
     if window % config.training.length_multiple:
         return  # check_lengths says so

@@ -16,12 +16,6 @@ from torchtitan_wlb.logger import Color, NoColor, logger
 from torchtitan_wlb.parallelisms.step_sums import read_steps
 
 ALL_SHARDINGS = ("whole", *SHARDINGS)
-# Dense bf16 FLOP/s by a part of the device name; others have no known peak and no MFU.
-_PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
-
-
-def peak_flops(device_name: str) -> float | None:
-    return next((flops for name, flops in _PEAK_FLOPS.items() if name in device_name), None)
 
 
 def _shown(value: float | None, width: int, digits: int) -> str:

@@ -69,6 +69,36 @@ def _attend(group) -> None:
                 assert len(forward_sent) == int(received_tokens(plan).any())
 
 
+def _errors_in_half_precision(group) -> None:
+    """Relative error of dK and dV in bf16 against fp64: over ranks no larger than on one, since sums are in fp32."""
+    rank, cp = dist.get_rank(), dist.get_world_size()
+    lengths = [700, 3, 250, 60]
+    total = padded_length(sum(lengths), cp, 1, 8)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, g = (
+        torch.randn(1, total, h, 32, generator=generator).bfloat16() for h in (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    )
+
+    def gradients(attention, plan, rank, dtype) -> list[torch.Tensor]:
+        index = torch.from_numpy(plan.token_index(rank))
+        mine = [x[:, index].to(dtype).requires_grad_() for x in (q, k, v)]
+        found = torch.autograd.grad(attention(*mine, shard_meta(plan, rank)), mine, g[:, index].to(dtype))
+        return [x.double() for x in found[1:]]
+
+    exact = gradients(PackedAttention(SDPA), whole(lengths, total), 0, torch.float64)
+    alone = gradients(PackedAttention(SDPA), whole(lengths, total), 0, torch.bfloat16)
+    plan = choose_plan(lengths, total, cp, "per_document", analytic_kernel_cost(DEVICES["h100"], 1.0, 1.0))
+    index = torch.from_numpy(plan.token_index(rank))
+    together = gradients(ContextParallelAttention(SDPA, group), plan, rank, torch.bfloat16)
+    for one, several, truth in zip(alone, together, exact):
+        squares = torch.stack([(several - truth[:, index]).square().sum(), (one - truth).square().sum() / cp])
+        dist.all_reduce(squares)
+        error, error_alone = (squares.sqrt() / truth.norm()).tolist()
+        if rank == 0:
+            print(f"bf16, CP={cp}: relative error {error:.2e}, on one rank {error_alone:.2e}")
+        assert error < 1.1 * error_alone
+
+
 def _native() -> None:
     """torch's _context_parallel_shard with a plan as load balancer gives every rank the tokens of the plan."""
     from torch.distributed.tensor.experimental._attention import _context_parallel_shard
@@ -86,6 +116,7 @@ def _native() -> None:
 
 def _both() -> None:
     _attend(dist.group.WORLD)
+    _errors_in_half_precision(dist.group.WORLD)
     _native()
 
 

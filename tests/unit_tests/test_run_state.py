@@ -33,10 +33,10 @@ def config(**sections) -> JobConfig:
     return JobConfig.model_validate({"training": {"seq_len": 128, "global_batch_size": 4}} | sections)
 
 
-def resolve(c: JobConfig, cost=COST, pp=1):
+def resolve(c: JobConfig, cost=COST, alive=1):
     n = 4 if c.training.global_batch_size == -1 else c.training.global_batch_size
     return resolve_settings(
-        c.training, c.packing, n=n, objective=StepObjective(n, 0.0), pp=pp, seed=c.debug.seed, cost=cost
+        c.training, c.packing, n=n, objective=StepObjective(n, 0.0), alive=alive, seed=c.debug.seed, cost=cost
     )
 
 
@@ -55,10 +55,10 @@ def made(c: JobConfig, steps=5) -> RunState:
     )
 
 
-def refused(kept: RunState, c: JobConfig, exclude=(), cost=COST, pp=1, **also) -> list[str]:
+def refused(kept: RunState, c: JobConfig, exclude=(), cost=COST, alive=1, **also) -> list[str]:
     try:
         tokenizer = Tokenizer("bytes", c.model.add_bos, c.model.add_eos)
-        check_identity(kept, identity(c, tokenizer, None) | also, resolve(c, cost, pp), c, exclude)
+        check_identity(kept, identity(c, tokenizer, None) | also, resolve(c, cost, alive), c, exclude)
     except ConfigError as error:
         return [p.partition(":")[0].removeprefix("--") for p in error.problems]
     return []
@@ -70,7 +70,7 @@ def test_what_is_left_open_is_taken_from_the_checkpoint_and_costs_are_not_compar
         packing={"max_tokens_in_flight": 1024, "delay_price": "auto"},
         training={"seq_len": 128, "global_batch_size": -1},
     )
-    assert refused(kept, open_again, cost=replace(COST, token_cost=7.0), pp=2) == []
+    assert refused(kept, open_again, cost=replace(COST, token_cost=7.0), alive=2) == []
     named = config(cost_model={"device": "h100"})
     assert refused(made(named), named, cost=replace(COST, token_cost=7.0)) == []  # another layout, the same device
     assert refused(made(named), config()) == []

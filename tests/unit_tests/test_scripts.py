@@ -14,7 +14,7 @@ from scripts import benchmark_cp, benchmark_step, cpu_cluster, origin, plot_run,
 from scripts.benchmark_rank import LAYOUTS
 from scripts.recipe import resolve_recipe
 from scripts.summarise_trace import category, summarise
-from scripts.timing import kernel_milliseconds
+from scripts.timing import FreeAttention, block_share, kernel_milliseconds
 from torchtitan_wlb.config_manager import load_config
 from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.models.kernels import Segments
@@ -208,7 +208,7 @@ def test_oracle_is_chosen_on_odd_rounds_and_judged_on_even_ones():
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_profile_measures_one_tensor_parallel_share_of_every_matrix(tp):
     args = llama_configs["debugmodel"]  # 4 heads, 2 K/V heads
-    block = profile_costs.block_share(args, tp)
+    block = block_share(args, tp, FreeAttention())
     shapes = {name: tuple(p.shape) for name, p in block.named_parameters() if p.ndim == 2}
     kv = max(1, 2 // tp) * 32
     assert shapes == {

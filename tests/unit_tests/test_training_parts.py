@@ -8,7 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtitan_wlb.config import LRScheduler, Metrics, Optimizer
-from torchtitan_wlb.metrics import MetricLogger, peak_flops
+from torchtitan_wlb.cost.devices import find_device, peak_flops
+from torchtitan_wlb.errors import ConfigError
+from torchtitan_wlb.metrics import MetricLogger
 from torchtitan_wlb.models.llama import ModelArgs
 from torchtitan_wlb.optimizer import build_optimizers, lr_factor
 from torchtitan_wlb.parallelisms import step_sums
@@ -63,6 +65,15 @@ def test_flops_count_documents():
     per_token = 2 * (2 * (8 * 8 + 8 * 4 + 8 * 4 + 8 * 8) + 2 * 3 * 8 * 16) + 2 * 8 * 128
     assert args.training_flops(tokens=10, attended_pairs=7) == 3 * (10 * per_token + 7 * 2 * 4 * 8)
     assert peak_flops("NVIDIA H200") == 989e12 and peak_flops("cpu") is None
+    assert peak_flops("NVIDIA H100 PCIe") == 756e12 and peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_flops("NVIDIA GB200") == 2500e12 and peak_flops("NVIDIA B200") == 2250e12
+
+
+def test_unknown_devices_are_named():
+    assert find_device("auto", "NVIDIA H200") == "h200" and find_device("auto", "cpu") == "cpu"
+    assert find_device("h100", "Other 1") == "h100" and find_device("auto", "Other 1", "profile.json") == "h100"
+    with pytest.raises(ConfigError, match=r"cost_model\.device auto: nothing is known .*Other 1; name a device"):
+        find_device("auto", "Other 1")
 
 
 def test_clipping(one_rank):

@@ -144,7 +144,7 @@ def resolve_settings(
     *,
     n: int,
     objective: StepObjective,
-    pp: int = 1,
+    alive: int = 1,
     seed: int,
     cost: CostModel,
 ) -> PackingSettings:
@@ -152,7 +152,8 @@ def resolve_settings(
 
     Args:
         n: micro-batches a step, of a window each where training.micro_batch_tokens is "auto" (`split` makes others).
-        objective: of the layout. pp: pipeline degree; as many micro-batches share packing.max_tokens_in_flight.
+        objective: of the layout.
+        alive: micro-batches a rank holds at once; so many share packing.max_tokens_in_flight.
         cost: workload model to freeze.
     """
     multiple, mean = training.length_multiple, training.micro_batch_tokens
@@ -171,7 +172,7 @@ def resolve_settings(
         max_delay=packing.max_delay_steps,
         window=packing.window,
         solver_nodes=packing.solver_nodes,
-        in_flight=(pp, budget) if budget else (0, 0),
+        in_flight=(alive, budget) if budget else (0, 0),
         cost=cost,
         seed=seed,
         epochs=training.epochs,
