@@ -32,7 +32,7 @@ from torchtitan_wlb.context_parallel.selection import KINDS, choose_plan, latenc
 from torchtitan_wlb.context_parallel.shard_plan import ShardPlan
 from torchtitan_wlb.cost.kernel_cost import KernelCost, measured_kernel_cost
 from torchtitan_wlb.data.micro_batch import padded_length
-from torchtitan_wlb.data.sources import synthetic_lengths
+from torchtitan_wlb.data.synthetic import synthetic_lengths
 from torchtitan_wlb.models.kernels import Segments, select_kernel
 from torchtitan_wlb.parallelisms.distributed import init_distributed, select_device
 

@@ -31,7 +31,7 @@ from torchtitan_wlb.context_parallel.selection import KINDS, attention_seconds, 
 from torchtitan_wlb.cost.devices import peak_flops
 from torchtitan_wlb.cost.kernel_cost import measured_kernel_cost
 from torchtitan_wlb.cost.memory import block_bytes
-from torchtitan_wlb.data.sources import synthetic_lengths
+from torchtitan_wlb.data.synthetic import synthetic_lengths
 from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.models.attention import AttentionMeta, PackedAttention
 from torchtitan_wlb.models.kernels import KERNELS, LARGEST_ERROR, SDPA, Segments, select_kernel

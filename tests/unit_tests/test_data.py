@@ -12,8 +12,9 @@ from torchtitan_wlb.cost.kernel_cost import analytic_kernel_cost
 from torchtitan_wlb.cost.step_time import without_pipelining
 from torchtitan_wlb.data.documents import Documents
 from torchtitan_wlb.data.prepare import SourceSpec, apply_length_policy
-from torchtitan_wlb.data.sources import read_functions, synthetic_lengths
+from torchtitan_wlb.data.sources import read_functions
 from torchtitan_wlb.data.step_builder import Layout, StepBuilder
+from torchtitan_wlb.data.synthetic import synthetic_lengths
 from torchtitan_wlb.data.tokenizer import _LLAMA3_PATTERN, Tokenizer
 from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.loss import IGNORE_INDEX

@@ -3,6 +3,7 @@ groups."""
 
 import json
 import subprocess
+import sys
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -186,6 +187,12 @@ def test_forward_and_backward_are_timed_apart():
     tensors = [torch.zeros(1, 1, 1)] * 4
     times = kernel_milliseconds(Kernel(), tensors, Segments.of([1]), clock=lambda: now[0])
     assert times == pytest.approx((2.0, 5.0))
+
+
+def test_gpu_check_needs_torch_and_numpy_only():
+    absent = ("pydantic", "datasets", "pyarrow", "torchdata", "tiktoken", "filelock", "tensorboard", "wandb")
+    code = f"import sys; sys.modules.update(dict.fromkeys({absent})); import scripts.gpu_check, torchtitan_wlb.parallelisms.parallelize_llama"
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
 
 
 def test_oracle_is_chosen_on_odd_rounds_and_judged_on_even_ones():

@@ -20,7 +20,8 @@ import numpy as np
 from filelock import FileLock
 from pydantic import BaseModel
 
-from torchtitan_wlb.data.sources import JSON, SOURCES, source_identity, synthetic_lengths
+from torchtitan_wlb.data.sources import JSON, SOURCES, source_identity
+from torchtitan_wlb.data.synthetic import synthetic_lengths
 from torchtitan_wlb.data.token_store import ArrowTokens, FlatTokens, SyntheticTokens, TokenStore
 from torchtitan_wlb.data.tokenizer import Tokenizer
 from torchtitan_wlb.errors import ConfigError
