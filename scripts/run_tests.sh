@@ -5,4 +5,9 @@ ruff check .
 ruff format --check .
 codespell
 mypy
-python -m pytest "$@"
+if [ $# -gt 0 ]; then
+    exec python -m pytest "$@"
+fi
+# Unit tests in two processes; the others start processes of their own.
+python -m pytest tests/unit_tests -n 2 --dist loadfile
+python -m pytest tests/distributed_tests tests/integration_tests
