@@ -199,15 +199,7 @@ class Bench:
         exchange = analytic_kernel_cost(link, 1.0, 2 * args.kv_dim / dims.tp * 4)
         kernel = build_kernel_cost(profile if dims.cp > 1 else None, "cpu", args, tp=dims.tp, bytes_per_value=4)
         kernel = replace(kernel, token_seconds=exchange.token_seconds, latency=exchange.latency)
-        cost = profile.cost_model(args, cp=dims.cp)
-        if dims.tp > 1:  # activations, four times a layer forward and four times backward (cost/cost_model.py)
-            sent = 8 * args.n_layers * (dims.tp - 1) / dims.tp * args.dim * 4 / dims.cp
-            cost = replace(
-                cost,
-                token_cost=cost.token_cost + sent / link.link,
-                fixed_cost=cost.fixed_cost + 8 * args.n_layers * link.latency,
-            )
-        return cost, kernel
+        return profile.cost_model(args, link, cp=dims.cp, bytes_per_value=4), kernel
 
     def _schedule(self, schedule: str, split: int, same: Scheduled | None) -> Scheduled:
         """The model of a schedule (S or S/stages a rank), with the parameters of another number of micro-batches."""

@@ -331,7 +331,7 @@ def test_h100_cost_model_is_the_papers():
     cost = build_cost_model(None, "h100", args, tp=8, cp=2)
     assert 27_000 < cost.equal_length() < 29_000
     assert cost.documents(np.array([1000, 2000]))[1] > 2 * cost.documents(np.array([1000]))[0]
-    assert set(DEVICES) == {"cpu", "h100", "h200"}
+    assert set(DEVICES) == {"cpu", "h100", "h200", "b200"}
 
 
 def test_profile_is_read_and_checked(tmp_path):

@@ -71,31 +71,37 @@ class CostModel:
         return low
 
 
+def traffic(device: Device, shape: ModelShape, *, tp: int, cp: int, bytes_per_value: int = 2) -> tuple[float, float]:
+    """What ranks send each other, forward and backward: (seconds a token of the micro-batch, seconds a micro-batch).
+
+    Tensor parallelism with sequence parallelism gathers and scatters the activations of every token four times a layer
+    forward and four times backward; context parallelism moves keys and values of every token once in each direction.
+    FSDP's gathers hide behind compute and are the same for every micro-batch: left out.
+    """
+    tp_bytes = 8 * (tp - 1) / tp * shape.dim * bytes_per_value / cp
+    cp_bytes = 2 * 2 * (cp - 1) / cp * shape.kv_dim / tp * bytes_per_value
+    latency = shape.n_layers * device.latency * (8 * (tp > 1) + 2 * (cp > 1))
+    return shape.n_layers * (tp_bytes + cp_bytes) / device.link, latency
+
+
 def analytic_cost_model(
     device: Device, shape: ModelShape, *, tp: int = 1, cp: int = 1, bytes_per_value: int = 2
 ) -> CostModel:
-    """Cost model from the FLOPs of a model, the rates of a device and the traffic of a layout.
-
-    Compute is shared by TP x CP ranks. Tensor parallelism with sequence parallelism gathers and scatters the
-    activations of every token four times a layer forward and four times backward; context parallelism moves keys and
-    values of every token once in each direction. FSDP's gathers hide behind compute and are the same for every
-    micro-batch: left out.
+    """Cost model from the FLOPs of a model, shared by TP x CP ranks, the rates of a device and the traffic of a layout.
 
     Args:
         shape: of the model, with the vocabulary resolved.
         tp, cp: of the layout. bytes_per_value: of activations.
     """
     matmul = shape.flops_per_token * (1 + BACKWARD_MATMUL) / device.matmul / (tp * cp)
-    tp_bytes = 8 * (tp - 1) / tp * shape.dim * bytes_per_value / cp
-    cp_bytes = 2 * 2 * (cp - 1) / cp * shape.kv_dim / tp * bytes_per_value
-    token_cost = matmul + shape.n_layers * (tp_bytes + cp_bytes) / device.link
+    a_token, a_micro_batch = traffic(device, shape, tp=tp, cp=cp, bytes_per_value=bytes_per_value)
     return CostModel(
         pair_flops=shape.flops_per_pair * (1 + BACKWARD_ATTENTION) / (tp * cp),
-        token_cost=token_cost,
+        token_cost=matmul + a_token,
         knots=device.knots,
         rates=device.rates,
-        fixed_cost=shape.n_layers * device.latency * (8 * (tp > 1) + 2 * (cp > 1)),
-        head_share=matmul * shape.head_flops_per_token / shape.flops_per_token / token_cost,
+        fixed_cost=a_micro_batch,
+        head_share=matmul * shape.head_flops_per_token / shape.flops_per_token / (matmul + a_token),
     )
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
-from torchtitan_wlb.cost.cost_model import BACKWARD_ATTENTION, CostModel, analytic_cost_model
-from torchtitan_wlb.cost.devices import DEVICES
+from torchtitan_wlb.cost.cost_model import BACKWARD_ATTENTION, CostModel, analytic_cost_model, traffic
+from torchtitan_wlb.cost.devices import DEVICES, Device
 from torchtitan_wlb.cost.kernel_cost import KernelCost, analytic_kernel_cost, measured_kernel_cost
 from torchtitan_wlb.cost.model_shape import ModelShape
 from torchtitan_wlb.errors import ConfigError, first_reason
@@ -57,21 +57,23 @@ class Profile(_Row):
         """Hash of what was measured."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:12]
 
-    def cost_model(self, shape: ModelShape, *, cp: int) -> CostModel:
+    def cost_model(self, shape: ModelShape, device: Device, *, cp: int, bytes_per_value: int = 2) -> CostModel:
         """Attention rates at the measured document lengths (outside of them the nearest), a straight line for
-        everything else."""
+        everything else, and what ranks send each other, which was not measured, by the link of a device."""
         whole = sorted((r.q, r.forward_ms + r.backward_ms) for r in self.attention if r.q == r.k)
         layer_pair_flops = shape.layer_flops_per_pair * (1 + BACKWARD_ATTENTION) / self.tp
         rest = np.array([(r.tokens, r.layer_ms * shape.n_layers + r.head_ms, r.head_ms) for r in self.linear])
         # Relative error counts, so the short ones weigh as much as the long ones.
         slope, fixed = np.polyfit(rest[:, 0], rest[:, 1], 1, w=1 / rest[:, 1])
+        compute = float(slope) * 1e-3 / cp
+        a_token, a_micro_batch = traffic(device, shape, tp=self.tp, cp=cp, bytes_per_value=bytes_per_value)
         return CostModel(
             pair_flops=shape.n_layers * layer_pair_flops / cp,
-            token_cost=float(slope) * 1e-3 / cp,
+            token_cost=compute + a_token,
             knots=tuple(d for d, _ in whole),
             rates=tuple(layer_pair_flops * d * (d + 1) / 2 / (t * 1e-3) for d, t in whole),
-            fixed_cost=max(0.0, float(fixed) * 1e-3),
-            head_share=float(np.mean(rest[:, 2] / rest[:, 1])),
+            fixed_cost=max(0.0, float(fixed) * 1e-3) + a_micro_batch,
+            head_share=float(np.mean(rest[:, 2] / rest[:, 1])) * compute / (compute + a_token),
         )
 
 
@@ -103,7 +105,7 @@ def read_profile(path: str, shape: ModelShape, *, tp: int) -> Profile | None:
 def build_cost_model(profile: Profile | None, device: str, shape: ModelShape, *, tp: int, cp: int) -> CostModel:
     """The profiled cost model if there is a profile, else the analytic one of a device (a key of DEVICES)."""
     if profile:
-        return profile.cost_model(shape, cp=cp)
+        return profile.cost_model(shape, DEVICES[device], cp=cp)
     return analytic_cost_model(DEVICES[device], shape, tp=tp, cp=cp)
 
 
