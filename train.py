@@ -96,6 +96,8 @@ def main(job_config: JobConfig) -> None:
         set_aside(dump_folder / name for name in written)
     device = select_device()
     device_name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    if parallelism.enable_async_tensor_parallel and device.type != "cuda":
+        raise ConfigError("--parallelism.enable_async_tensor_parallel: needs CUDA, this machine has none")
     kind = find_device(job_config.cost_model.device, device_name, job_config.cost_model.profile)
     dtype = getattr(torch, training.mixed_precision_param)
     kernel = select_kernel(device.type, dtype, job_config.model.attention)

@@ -55,7 +55,7 @@ def _rows(tp: int, cp: int) -> list[dict]:
     dims = ParallelDims(dp_replicate=1, dp_shard=1, cp=cp, tp=tp, pp=1)
     mesh = dims.build_mesh("cpu")
     rank = dims.coordinates(dist.get_rank())["cp"]
-    compiled = MODES if tp == cp == 1 or "SLOW_TESTS" in os.environ else ["op"]
+    compiled = MODES if "SLOW_TESTS" in os.environ else ["op", "full"] if tp == cp == 1 else ["op"]
     for compile, ac in [*((False, ac) for ac in MODES), *((True, ac) for ac in compiled)]:
         torch._dynamo.reset()
         counters.clear()

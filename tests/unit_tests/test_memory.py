@@ -2,19 +2,25 @@
 schedule."""
 
 import gc
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from scripts.recipe import resolve_recipe
+from torchtitan_wlb.config_manager import load_config
 from torchtitan_wlb.cost.memory import block_bytes, in_flight, most_alive
 from torchtitan_wlb.cost.step_time import stages_of
 from torchtitan_wlb.models.attention import AttentionMeta
 from torchtitan_wlb.models.llama import ModelArgs, Transformer, rotary_table
+from torchtitan_wlb.parallelisms.memory_estimate import estimate_memory, largest_that_fits
 from torchtitan_wlb.parallelisms.parallelize_llama import apply_ac
 from torchtitan_wlb.parallelisms.schedules import schedule_actions
 
+ROOT = Path(__file__).parents[2]
 ARGS = ModelArgs(dim=128, n_layers=4, n_heads=8, n_kv_heads=2, ffn_dim=320, vocab_size=128)
 
 
@@ -66,3 +72,14 @@ def test_micro_batches_alive(schedule, pp, m, v, expected):
     actions = schedule_actions(schedule, pp, m, v)
     assert max(map(most_alive, actions)) == expected
     assert in_flight(actions) == -(-expected // len(stages_of(actions[0])))
+
+
+def test_the_largest_micro_batch_that_fits():
+    recipe = resolve_recipe(load_config(["--job.config_file", str(ROOT / "train_configs/llama_7b_128k_wlb.toml")]))
+    plan, settings = recipe.pipeline_plan(), recipe.settings
+    estimate = partial(estimate_memory, recipe.config, recipe.dims, recipe.args, plan, reshards=False)
+    whole = sum(estimate(settings).values())
+    fits = largest_that_fits(whole, estimate, settings)
+    assert settings.s_max <= fits < 1.01 * settings.s_max and largest_that_fits(1.0, estimate, settings) == 0
+    # Weights by hand: 7B in 8 x 4 parts, sharded over two context-parallel ranks, 16 bytes each with AdamW.
+    assert estimate(settings)["weights, gradients, optimizer"] == pytest.approx(6.7e9 / 32 / 2 * 16, rel=0.05)

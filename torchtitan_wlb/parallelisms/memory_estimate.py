@@ -22,7 +22,6 @@ def estimate_memory(
     settings: PackingSettings,
     *,
     reshards: bool,
-    ac: str | int | None = None,
     largest: int = 0,
 ) -> dict[str, float]:
     """Bytes of the fullest rank, by what they are: one micro-batch of the largest size and average ones beside it, or
@@ -30,7 +29,7 @@ def estimate_memory(
 
     Args:
         plan, settings: of the run. reshards: parameters between forward and backward.
-        ac: instead of the configured one. largest: tokens of the largest micro-batch, S_max without.
+        largest: tokens of the largest micro-batch, S_max without.
     """
     value_bytes = getattr(torch, config.training.mixed_precision_param).itemsize
     largest = largest or (settings.seq_len if settings.fixed_length else settings.s_max)
@@ -51,7 +50,7 @@ def estimate_memory(
                 tp=dims.tp,
                 fsdp=dims.dp_shard * dims.cp,
                 value_bytes=value_bytes,
-                ac=config.activation_checkpoint.kept if ac is None else ac,
+                ac=config.activation_checkpoint.kept,
                 tokens_alive=tokens / dims.cp,
                 largest=largest / dims.cp,
                 received=0.0 if config.context_parallel.recompute_kv else received_at_most(dims.cp),
@@ -82,12 +81,12 @@ def largest_that_fits(memory: float, estimate: Callable[..., dict[str, float]], 
     Args:
         estimate: estimate_memory for settings and a largest micro-batch.
     """
-    low, high, step = 0, 1 << 24, settings.seq_len_multiple
-    while high - low > step:
-        middle = (low + high) // 2 // step * step or step
-        limited = replace(settings, micro_batch_tokens=min(settings.micro_batch_tokens, middle))
-        fits = sum(estimate(limited, largest=middle).values()) <= memory
+    unit = settings.seq_len_multiple
+    low, high = 0, (1 << 24) // unit  # in units: low fits, high does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        tokens = middle * unit
+        limited = replace(settings, micro_batch_tokens=min(settings.micro_batch_tokens, tokens))
+        fits = sum(estimate(limited, largest=tokens).values()) <= memory
         low, high = (middle, high) if fits else (low, middle)
-        if middle == step and not fits:
-            return 0
-    return low
+    return low * unit

@@ -183,7 +183,7 @@ class Pipeline:
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.unshard(async_op=True)
-        at_end = self._gathers_once and not self._reduces_each
+        at_end = self._gathers_once and not self._reduces_each and len(micro_batches) > 1
         for i, mb in enumerate(micro_batches):
             is_last = i == len(micro_batches) - 1
             model.set_requires_gradient_sync(self._reduces_each or (is_last and not at_end))
