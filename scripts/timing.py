@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtitan_wlb.models.attention import AttentionMeta, empty_output
-from torchtitan_wlb.models.kernels import Kernel, Segments
+from torchtitan_wlb.models.attention import AttentionMeta
+from torchtitan_wlb.models.kernels import Kernel, Segments, empty_output
 from torchtitan_wlb.models.llama import ModelArgs, TransformerBlock
 
 Clock = Callable[[], float]

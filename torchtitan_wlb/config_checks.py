@@ -124,12 +124,13 @@ def resolve_packing(
         cost: workload model to freeze. seed: of the order of the documents, debug.seed without.
     """
     p, schedule = config.parallelism, config.parallelism.pipeline_parallel_schedule
+    n, has_limit = resolve_batch(config, dims), config.packing.max_tokens_in_flight > 0
     base = resolve_settings(
         config.training,
         config.packing,
-        n=resolve_batch(config, dims),
+        n=n,
         objective=StepObjective(1, 0.0),
-        alive=micro_batches_alive(config, dims, resolve_batch(config, dims)),
+        alive=micro_batches_alive(config, dims, n) if has_limit else 1,
         seed=config.debug.seed if seed is None else seed,
         cost=cost,
     )
@@ -141,7 +142,7 @@ def resolve_packing(
             in_each = reshards_parameters(config, dims, s.n) or p.reduce_every_micro_batch
             waits_in_each = dims.pp == 1 and dims.dp > 1 and in_each
             objective = StepObjective(s.n if waits_in_each else dims.dp, idle)
-            alive = micro_batches_alive(config, dims, s.n) if s.in_flight[0] else 0
+            alive = micro_batches_alive(config, dims, s.n) if has_limit else 0
             yield replace(s, objective=objective, in_flight=(alive, s.in_flight[1]))
         elif s is base:
             yield base  # check_batch says what is wrong with it
@@ -218,7 +219,7 @@ def check_packing(config: JobConfig, dims: ParallelDims) -> Problems:
         yield f"--packing.outlier_thresholds {shown}: must rise and lie in 1..{window} (--training.seq_len)"
     if k.strategy == "fixed_solver" and importlib.util.find_spec("scipy") is None:
         yield "--packing.strategy fixed_solver needs SciPy: pip install torchtitan_wlb[solver]"
-    alive = micro_batches_alive(config, dims, resolve_batch(config, dims))
+    alive = micro_batches_alive(config, dims, resolve_batch(config, dims)) if k.max_tokens_in_flight else 0
     if too_few := 0 < k.max_tokens_in_flight < alive * window:
         yield (
             f"--packing.max_tokens_in_flight {k.max_tokens_in_flight}: must be 0 or at least {alive} x seq_len = "

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_wlb.context_parallel.exchange import Shard, ShardMeta
-from torchtitan_wlb.models.attention import AttentionMeta, PackedAttention, define, empty_output
-from torchtitan_wlb.models.kernels import KERNELS, Kernel
+from torchtitan_wlb.models.attention import AttentionMeta, PackedAttention, define, gradient_shapes
+from torchtitan_wlb.models.kernels import KERNELS, Kernel, empty_output
 from torchtitan_wlb.torch_private import resolve_group
 
 
@@ -115,7 +115,7 @@ shard_attention_backward = define(
     "shard_attention_backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor received, "
     "Tensor index, Tensor sizes, Tensor room, str kernel, str group) -> (Tensor, Tensor, Tensor)",
     _backward,
-    lambda d_out, q, k, v, *_: tuple(x.new_empty(x.shape) for x in (q, k, v)),
+    gradient_shapes,
 )
 
 

@@ -4,8 +4,7 @@ my K/V shard [T/CP] ──► send_index, send_splits ──► one all-to-all �
 keys of my later chunks, chunk by chunk = (my shard, received)[key_source]
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,13 +22,11 @@ class ShardMeta(AttentionMeta):
     """Who attends to what on one context-parallel rank: `Shard` written as tensors.
 
     Attributes:
-        room: int8 [received tokens]; only its length counts, which a compiled graph can know from a shape alone.
+        room: int8 [received tokens] on the host; only its length counts, which a compiled graph can know from a shape
+            alone.
     """
 
     room: torch.Tensor
-
-    def map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "ShardMeta":
-        return replace(self, index=move(self.index), room=move(self.room))
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ def find_device(configured: str, name: str, profile: str = "") -> str:
     """
     if configured != "auto":
         return configured
-    known = next((key for key in sorted(DEVICES, key=len, reverse=True) if key in name.lower()), None)
+    known = next((key for key in DEVICES if key in name.lower()), None)
     if known is None and not profile:
         raise ConfigError(
             f"--cost_model.device auto: nothing is known of the speed of {name}; name a device like it "

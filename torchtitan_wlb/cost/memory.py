@@ -7,7 +7,7 @@ are at once. What FSDP's buffers, temporaries of kernels and fragments of an all
 """
 
 from torchtitan_wlb.cost.model_shape import ModelShape
-from torchtitan_wlb.cost.step_time import Action
+from torchtitan_wlb.cost.step_time import Action, stages_of
 
 
 def block_bytes(
@@ -48,12 +48,11 @@ def block_bytes(
 def most_alive(actions: list[Action]) -> int:
     """How many (stage, micro-batch) of one rank's actions are alive at once at most."""
     alive: set[tuple[int, int]] = set()
-    split = {(stage, i) for kind, stage, i in actions if kind == "W"}
     most = 0
     for kind, stage, i in actions:
         if kind == "F":
             alive.add((stage, i))
-        elif kind == "W" or (kind == "B" and (stage, i) not in split):
+        elif kind in "BW":  # a backward in one, or the second half of a split one
             alive.discard((stage, i))
         most = max(most, len(alive))
     return most
@@ -61,7 +60,7 @@ def most_alive(actions: list[Action]) -> int:
 
 def in_flight(actions: list[list[Action]]) -> int:
     """Micro-batches, whole ones in all stages of a rank, that are alive at once on the rank with most."""
-    return max(-(-most_alive(each) // len({s for _, s, _ in each})) for each in actions)
+    return max(-(-most_alive(each) // len(stages_of(each))) for each in actions)
 
 
 def rank_bytes(

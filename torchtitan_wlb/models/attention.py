@@ -9,13 +9,14 @@ it for what it is, and activation checkpointing can keep its output. No layer lo
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from torchtitan_wlb.models.kernels import KERNELS, SDPA, Kernel, Segments, cumulative
+from torchtitan_wlb.models.kernels import KERNELS, SDPA, Kernel, Segments, cumulative, empty_output
 
+Meta = TypeVar("Meta", bound="AttentionMeta")
 _LIBRARY = torch.library.Library("torchtitan_wlb", "DEF")
 
 
@@ -42,7 +43,7 @@ class AttentionMeta:
         """First token of every document here, and the one after the last."""
         return self.index[: int(self.sizes[0]) + 1].tolist()
 
-    def map(self, move: Callable[[torch.Tensor], torch.Tensor]):
+    def map(self: Meta, move: Callable[[torch.Tensor], torch.Tensor]) -> Meta:
         """With what belongs to the device moved (there, or to pinned memory)."""
         return replace(self, index=move(self.index))
 
@@ -60,10 +61,9 @@ def define(schema: str, compute: Callable, shapes: Callable) -> Any:
     return getattr(torch.ops.torchtitan_wlb, name).default
 
 
-def empty_output(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out like q [T, H, D], lse [H, T] in at least fp32)."""
-    lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32))
-    return q.new_empty(q.shape), lse
+def gradient_shapes(d_out, q, k, v, *_) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk, dv of a backward operator, without values."""
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _forward(q, k, v, index, sizes, kernel: str):
@@ -96,7 +96,7 @@ packed_attention_backward = define(
     "packed_attention_backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor index, "
     "Tensor sizes, str kernel) -> (Tensor, Tensor, Tensor)",
     _backward,
-    lambda d_out, q, k, v, *_: tuple(x.new_empty(x.shape) for x in (q, k, v)),
+    gradient_shapes,
 )
 
 

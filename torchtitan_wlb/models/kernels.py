@@ -68,6 +68,12 @@ class Kernel:
     backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
+def empty_output(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out like q [T, H, D], lse [H, T] in at least fp32), to be filled."""
+    lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32))
+    return q.new_empty(q.shape), lse
+
+
 # FlashAttention of a generation of devices, in the place of ATen's: what torch calls it, the package, the capability.
 _IN_PLACE = {"fa3": ("FA3", "flash_attn_interface", (9,)), "fa4": ("FA4", "flash_attn.cute", (9, 10))}
 
@@ -125,7 +131,7 @@ def relative_error(kernel: Kernel, device: torch.device, dtype: torch.dtype = to
     segments = Segments.of([130, 1, 77, 128], [130, 1, 300, 432], device)
     results = []
     for k, (q, key, value, g) in ((SDPA, [t.float() for t in tensors]), (kernel, tensors)):
-        out, lse = q.new_empty(q.shape), q.new_empty(8, 336, dtype=torch.float32)
+        out, lse = empty_output(q)
         k.forward(q, key, value, segments, out, lse)
         results.append([x.float() for x in (out, *k.backward(g, q, key, value, out, lse, segments))])
     return max(((got - want).norm() / want.norm()).item() for want, got in zip(*results))
