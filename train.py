@@ -206,7 +206,7 @@ def main(job_config: JobConfig) -> None:
             param_dtype=dtype,
             reduce_dtype=getattr(torch, training.mixed_precision_reduce),
             ac=job_config.activation_checkpoint.kept,
-            compile=job_config.compile.enable,
+            compile=job_config.compile.backend if job_config.compile.enable else "",
             async_tp=parallelism.enable_async_tensor_parallel,
             recompute_kv=job_config.context_parallel.recompute_kv,
             reshard_after_forward=reshards,

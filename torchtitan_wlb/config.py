@@ -117,10 +117,8 @@ class Training(Section):
 class Packing(Section):
     strategy: Literal["plain", "plain_whole", "fixed", "fixed_solver", "wlb_paper", "wlb"] = "wlb"
     """How documents become micro-batches. plain: concatenate and cut at the window. plain_whole: documents whole, next
-    fit, padded tail.
-    fixed, fixed_solver: repacked into sequences of fixed length, greedily or by an integer program. wlb_paper:
-    Algorithm 1 of WLB-LLM.
-    wlb: ours."""
+    fit, padded tail. fixed, fixed_solver: repacked into sequences of fixed length, greedily or by an integer program.
+    wlb_paper: Algorithm 1 of WLB-LLM. wlb: ours."""
     max_len_factor: Annotated[float, Field(ge=1, le=100)] = 1.5
     """S_max / seq_len: no micro-batch of wlb and wlb_paper is longer. Set by memory; always wins over balance."""
     max_tokens_in_flight: Natural = 0
@@ -246,6 +244,8 @@ class ActivationCheckpoint(Section):
 class Compile(Section):
     enable: bool = False
     """torch.compile every transformer block with dynamic sequence length (attention is one operator in it)."""
+    backend: Literal["inductor", "aot_eager_decomp_partition", "aot_eager", "eager"] = "inductor"
+    """Backend of torch.compile. All but inductor run the traced graphs without generating code: to look for a fault."""
 
 
 class Checkpoint(Section):

@@ -53,7 +53,7 @@ def build_pipeline(compile: bool) -> Pipeline:
     model = build_stage(
         args, range(args.n_layers), mesh, dims, kernel=SDPA,
         n_ids=tokenizer.n_ids, max_position=WINDOW, loss_chunk=1024, seed=0, device=DEVICE,
-        param_dtype=DTYPE, reduce_dtype=DTYPE, reshard_after_forward=False, compile=compile,
+        param_dtype=DTYPE, reduce_dtype=DTYPE, reshard_after_forward=False, compile="inductor" if compile else "",
     )  # fmt: skip
     return Pipeline(
         [model], actions=[], world_mesh=mesh, device=DEVICE, dtype=DTYPE, dim=args.dim, tp=TP,

@@ -48,7 +48,7 @@ class Case:
     ac: str | int = "none"
     recompute_kv: bool = False
     stages_per_rank: int = 2
-    compile: bool = False
+    compile: str = ""
     reshard: str = "default"
     reduces_each: bool = False
 

@@ -7,6 +7,7 @@ in every layout, also over one rank: one code path for precision, gradient reduc
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from torchtitan_wlb.context_parallel.attention import ContextParallelAttention, shard_attention
-from torchtitan_wlb.models.attention import packed_attention
+from torchtitan_wlb.models.attention import AttentionMeta, packed_attention
 from torchtitan_wlb.models.kernels import Kernel
 from torchtitan_wlb.models.llama import ModelArgs, Transformer
 from torchtitan_wlb.parallelisms.parallel_dims import ParallelDims
@@ -48,7 +49,7 @@ def parallelize_llama(
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     ac: str | int = "none",
-    compile: bool = False,
+    compile: str = "",
     async_tp: bool = False,
     recompute_kv: bool = False,
     reshard_after_forward: bool = True,
@@ -61,6 +62,7 @@ def parallelize_llama(
         kernel: attention kernel (models/kernels.py).
         param_dtype, reduce_dtype: of parameters and activations, and of the gradient reduction.
         ac: activation checkpointing, see apply_ac.
+        compile: backend of torch.compile; empty: blocks are not compiled.
         async_tp: overlap collectives of tensor parallelism with matrix products; compiled on CUDA only.
         recompute_kv: exchange K/V again in backward instead of keeping what was received.
         reshard_after_forward: free gathered parameters between forward and backward.
@@ -72,7 +74,7 @@ def parallelize_llama(
         apply_cp(model, world_mesh["cp"], kernel, recompute_kv)
     apply_ac(model, ac, tp=parallel_dims.tp > 1)
     if compile:
-        apply_compile(model)
+        apply_compile(model, compile)
     if async_tp:
         inductor_config._micro_pipeline_tp = True
         enable_symmetric_memory(world_mesh["tp"].get_group().group_name)
@@ -188,13 +190,25 @@ def apply_ac(model: Transformer, ac: str | int, tp: bool = False) -> None:
         model.layers[name] = checkpoint_wrapper(model.layers[name], preserve_rng_state=False, context_fn=keeping)
 
 
-def apply_compile(model: Transformer) -> None:
+def apply_compile(model: Transformer, backend: str = "inductor") -> None:
     """Compile every block as one graph for all sequence lengths; its forward only, since FSDP's hooks around it are not
     to be compiled."""
     # Schedules that split the backward run a graph's backward twice, once for the inputs and once for the weights.
     functorch_config.donated_buffer = False
     for block in model.layers.values():
-        block.forward = torch.compile(block.forward, dynamic=True, fullgraph=True)
+        block.forward = _any_length(torch.compile(block.forward, fullgraph=True, backend=backend))
+
+
+def _any_length(forward: Callable) -> Callable:
+    """Say which sizes change: `dynamic=True` would take widths for unknown, too, and trace and compute more slowly."""
+
+    def marked(x: torch.Tensor, rope: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
+        torch._dynamo.maybe_mark_dynamic(x, 1)
+        for tensor in (rope, *vars(meta).values()):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return forward(x, rope=rope, meta=meta)
+
+    return marked
 
 
 def apply_fsdp(
