@@ -166,6 +166,7 @@ def main(job_config: JobConfig) -> None:
         cost=settings.cost,
         device=DEVICES[kind],
         bytes_per_token=model_args.dim * dtype.itemsize / (parallel_dims.cp * parallel_dims.tp),
+        ranks=parallel_dims.world_size,
         ac=job_config.activation_checkpoint.kept,
     )
     layout = Layout(
@@ -176,7 +177,14 @@ def main(job_config: JobConfig) -> None:
         tp=parallel_dims.tp,
         tp_rank=my["tp"],
         sharding=job_config.context_parallel.sharding,
-        kernel_cost=build_kernel_cost(profile, kind, model_args, tp=parallel_dims.tp, bytes_per_value=dtype.itemsize),
+        kernel_cost=build_kernel_cost(
+            profile,
+            kind,
+            model_args,
+            tp=parallel_dims.tp,
+            cp=parallel_dims.cp,
+            bytes_per_value=dtype.itemsize,
+        ),
         step_model=plan.step_model,
     )
     check_agreement(

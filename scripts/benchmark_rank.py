@@ -191,13 +191,16 @@ class Bench:
                     message.wait()
             seconds.append((time.process_time() - began) / 20 / self.share)
         latency, took = seconds
-        return replace(DEVICES["cpu"], latency=latency, link=4 * values / max(took - latency, 1e-9))
+        link = 4 * values / max(took - latency, 1e-9)
+        return replace(DEVICES["cpu"], latency=latency, link=link, network=link)
 
     def _costs(self, profile: Profile) -> tuple[CostModel, KernelCost]:
         """Costs by the profile; what is sent between ranks, which it knows nothing of, by the link as measured."""
         args, dims, link = self.args, self.dims, self.device
         exchange = analytic_kernel_cost(link, 1.0, 2 * args.kv_dim / dims.tp * 4)
-        kernel = build_kernel_cost(profile if dims.cp > 1 else None, "cpu", args, tp=dims.tp, bytes_per_value=4)
+        kernel = build_kernel_cost(
+            profile if dims.cp > 1 else None, "cpu", args, tp=dims.tp, cp=dims.cp, bytes_per_value=4
+        )
         kernel = replace(kernel, token_seconds=exchange.token_seconds, latency=exchange.latency)
         return profile.cost_model(args, link, cp=dims.cp, bytes_per_value=4), kernel
 
@@ -208,7 +211,7 @@ class Bench:
         plan = plan_pipeline(
             args, schedule=schedule, pp=dims.pp, stages_per_rank=int(count or 2), m=split * self.n // dims.dp,
             seq_len=self.window // 4, cost=self.cost, ac="full" if self.recomputes else "none", device=self.device,
-            bytes_per_token=args.dim * 4 / (dims.cp * dims.tp),
+            bytes_per_token=args.dim * 4 / (dims.cp * dims.tp), ranks=dims.world_size,
         )  # fmt: skip
         parts = same.parts if same else [
             build_stage(

@@ -89,6 +89,7 @@ class Recipe:
             cost=self.settings.cost,
             device=DEVICES[self.device],
             bytes_per_token=self.args.dim * value_bytes / (dims.tp * dims.cp),
+            ranks=dims.world_size,
             ac=self.config.activation_checkpoint.kept,
         )
 

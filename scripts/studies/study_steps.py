@@ -4,10 +4,10 @@
 
 For every layout and part (packing and context-parallel sharding) the steps of one stream of documents, 50 of warm-up
 and then --steps / DP (at least 40), go through the time model of the recipe's schedule: attention of a micro-batch
-takes as long as on the slowest context-parallel rank under its shard plan, everything else what its padded tokens cost.
-Nothing is measured: costs are those of the built-in H100 model. `over_plain` is tokens/s over packing and sharding of
-the first part; plain cuts documents at the window and so has less work a token than the others (work_per_token,
-relative to it).
+takes as long as on the slowest context-parallel rank under its shard plan, with its exchange over the link that it has
+there, everything else what its padded tokens cost. Nothing is measured: costs are those of the built-in H100 model.
+`over_plain` is tokens/s over packing and sharding of the first part; plain cuts documents at the window and so has less
+work a token than the others (work_per_token, relative to it).
 
 L.json is a list of lengths for a window of 128K; they are scaled to other windows.
 """
@@ -22,7 +22,7 @@ from scripts.origin import write_results
 from scripts.recipe import Lengths, resolve_recipe
 from scripts.simulate_packing import WARMUP
 from torchtitan_wlb.config_manager import exit_on_config_error, load_config
-from torchtitan_wlb.context_parallel.selection import attention_seconds, choose_plan
+from torchtitan_wlb.context_parallel.selection import choose_plan, latency
 from torchtitan_wlb.cost.profile import build_kernel_cost
 from torchtitan_wlb.data.micro_batch import padded_length
 from torchtitan_wlb.packing.planner import StepPlan
@@ -74,7 +74,9 @@ class Layout:
         words = [x for k, v in flags.items() for x in (f"--{k}", str(v))]
         self.recipe = recipe = resolve_recipe(load_config([*RECIPE, *words, *rest]), seed=0)
         self.model, self.layers, self.tp = recipe.step_model(), recipe.args.n_layers, tp
-        self.kernel = build_kernel_cost(recipe.profile, recipe.device, recipe.args, tp=tp, bytes_per_value=2)
+        self.kernel = build_kernel_cost(
+            recipe.profile, recipe.device, recipe.args, tp=tp, cp=self.cp, bytes_per_value=2
+        )
 
     def step_seconds(self, plan: StepPlan, settings: PackingSettings, sharding: str) -> float:
         """Predicted seconds of the slowest pipeline."""
@@ -82,7 +84,7 @@ class Layout:
         attention = np.zeros(len(tokens))
         for b, t in enumerate(tokens.tolist()):
             shards = choose_plan(lengths(plan.micro_batch(b)).tolist(), t, self.cp, sharding, self.kernel)
-            attention[b] = self.layers * attention_seconds(shards, self.kernel).max()
+            attention[b] = self.layers * latency(shards, self.kernel)
         linear = settings.cost.token_cost * tokens + settings.cost.fixed_cost
         return slowest_pipeline(plan, attention, linear, tokens, settings, self.model, self.dp)
 

@@ -5,6 +5,7 @@ import itertools
 import json
 import resource
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ def documents(tmp_path_factory):
     return Documents([spec], [1.0], Tokenizer("bytes"), str(folder / "cache"))
 
 
-def load(documents, state=None, workers=0, n=4, epochs=0, cp=2):
+def load(documents, state=None, workers=0, n=4, epochs=0, cp=2, token_seconds=0.0):
     settings = resolve_settings(
         Training(seq_len=128, epochs=epochs),
         Packing(delay_price=0.2),
@@ -45,7 +46,7 @@ def load(documents, state=None, workers=0, n=4, epochs=0, cp=2):
         seed=0,
         cost=COST,
     )
-    kernel_cost = analytic_kernel_cost(DEVICES["cpu"], 1.0, 1.0)
+    kernel_cost = replace(analytic_kernel_cost(DEVICES["cpu"], 1.0, 0.0), token_seconds=token_seconds)
     layout = Layout(1, 0, cp, 1, 1, 0, "adaptive", kernel_cost, without_pipelining(n))
     return build_dataloader(StepPlans(documents, settings, state), StepBuilder(documents, settings, layout), workers)
 
@@ -65,6 +66,12 @@ def test_threads_change_nothing_and_any_state_goes_on(documents):
         # The state of an item is that after its step, though later steps have been planned ahead.
         state = json.loads(json.dumps(straight[4].state))
         assert all(same(a, b) for a, b in zip(itertools.islice(load(documents, state, workers), 7), straight[5:]))
+
+
+def test_a_slow_exchange_makes_the_predicted_step_longer(documents):
+    kernel = analytic_kernel_cost(DEVICES["cpu"], 1.0, 0.0)
+    alone, slow = next(load(documents)), next(load(documents, token_seconds=float(kernel.seconds(64, 64))))
+    assert slow.step_time.seconds > 1.02 * alone.step_time.seconds
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_wlb.cost.cost_model import CostModel, imbalance
+from torchtitan_wlb.cost.cost_model import CostModel, imbalance, traffic
 from torchtitan_wlb.cost.devices import DEVICES
-from torchtitan_wlb.cost.profile import build_cost_model, read_profile
+from torchtitan_wlb.cost.profile import build_cost_model, build_kernel_cost, read_profile
 from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.models.llama import llama_configs
 from torchtitan_wlb.packing.baselines import Plain, PlainWhole
@@ -324,6 +324,16 @@ def test_deal_is_even_complete_and_rotates():
     holders = {next(r for r in range(3) if 0 in deal(work, 3, step, sort=True)[r]) for step in range(6)}
     slots = {next(h.index(0) for h in deal(work, 3, step, sort=True) if 0 in h) for step in range(6)}
     assert holders == {0, 1, 2} and slots == {0, 1}
+
+
+def test_what_leaves_a_machine_goes_over_its_network():
+    h100, shape = DEVICES["h100"], llama_configs["7B"]
+    assert [h100.reach(ranks) for ranks in (1, 8, 9)] == [h100.link, h100.link, h100.network]
+    for tp, link in ((8, h100.link), (16, h100.network)):
+        assert traffic(h100, shape, tp=tp, cp=1)[0] == pytest.approx(32 * 8 * (tp - 1) / tp * 4096 * 2 / link)
+    for tp, cp, link in ((1, 8, h100.link), (8, 2, h100.network)):
+        kernel = build_kernel_cost(None, "h100", shape, tp=tp, cp=cp, bytes_per_value=2)
+        assert kernel.token_seconds == pytest.approx(2 * 2 * 4096 / tp * 2 / link)  # K and V, there and back
 
 
 def test_h100_cost_model_is_the_papers():

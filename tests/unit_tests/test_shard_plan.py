@@ -117,6 +117,7 @@ def test_adaptive_takes_the_smallest_predicted_latency():
     # Many short documents stay whole; one document must be cut by document or by sequence, which is the same.
     plan = choose_plan([100] * 160, 16000, 4, "adaptive", H100)
     assert plan.kind == "hybrid" and not received_tokens(plan).any()
+    assert latency(plan, H100) == attention_seconds(plan, H100).max()  # nothing is sent, so nothing starts
 
 
 def test_hybrid_cuts_only_the_long_documents():

@@ -30,7 +30,8 @@ def attention_seconds(plan: ShardPlan, kernel: KernelCost) -> np.ndarray:
 def latency(plan: ShardPlan, kernel: KernelCost) -> float:
     """Predicted seconds of the slowest rank: its attention and its K/V exchange, forward and backward."""
     received = received_tokens(plan)
-    return float((attention_seconds(plan, kernel) + received * kernel.token_seconds).max()) + kernel.latency
+    slowest = float((attention_seconds(plan, kernel) + received * kernel.token_seconds).max())
+    return slowest + kernel.latency * bool(received.any())
 
 
 def choose_plan(lengths: list[int], n_tokens: int, cp: int, sharding: str, kernel: KernelCost) -> ShardPlan:

@@ -75,13 +75,11 @@ def traffic(device: Device, shape: ModelShape, *, tp: int, cp: int, bytes_per_va
     """What ranks send each other, forward and backward: (seconds a token of the micro-batch, seconds a micro-batch).
 
     Tensor parallelism with sequence parallelism gathers and scatters the activations of every token four times a layer
-    forward and four times backward; context parallelism moves keys and values of every token once in each direction.
-    FSDP's gathers hide behind compute and are the same for every micro-batch: left out.
+    forward and four times backward. What context parallelism sends depends on the shard plan and counts where that is
+    known (context_parallel/selection.py). FSDP's gathers hide behind compute and are the same for every micro-batch.
     """
-    tp_bytes = 8 * (tp - 1) / tp * shape.dim * bytes_per_value / cp
-    cp_bytes = 2 * 2 * (cp - 1) / cp * shape.kv_dim / tp * bytes_per_value
-    latency = shape.n_layers * device.latency * (8 * (tp > 1) + 2 * (cp > 1))
-    return shape.n_layers * (tp_bytes + cp_bytes) / device.link, latency
+    in_layer = 8 * (tp - 1) / tp * shape.dim * bytes_per_value / cp
+    return shape.n_layers * in_layer / device.reach(tp), shape.n_layers * 8 * device.latency * (tp > 1)
 
 
 def analytic_cost_model(

@@ -12,8 +12,9 @@ class Device:
     Attributes:
         matmul: FLOP/s of matrix products in training.
         knots, rates: FLOP/s of attention, forward and backward together, on one document by its length.
-        link, latency: bytes/s a device can send to its neighbours (tensor and context parallelism), seconds a
-            collective takes at least.
+        link, network: bytes/s it can send to a device of its machine, and of another one.
+        machine: devices of a machine.
+        latency: seconds a collective takes at least.
         tile: queries of a kernel tile; a shorter chunk costs a whole one.
         memory: bytes.
     """
@@ -22,9 +23,16 @@ class Device:
     knots: tuple[int, ...]
     rates: tuple[float, ...]
     link: float
+    network: float
+    machine: int
     latency: float
     tile: int
     memory: float
+
+    def reach(self, ranks: int) -> float:
+        """Bytes/s a device can send in a group that lies within so many ranks in a row; the slowest of its links
+        counts."""
+        return self.link if ranks <= self.machine else self.network
 
 
 def _tflops(*values: float) -> tuple[float, ...]:
@@ -34,14 +42,16 @@ def _tflops(*values: float) -> tuple[float, ...]:
 # cpu: one core of a 2-core x86 CPU in fp32, measured with scripts/profile_costs.py (debugmodel at 8K). h100 (bf16): the
 # shape of the attention curve is our fit of a published forward curve (130 TFLOP/s at 1K tokens, 260 at 4K, 341 at 64K,
 # head dimension 128), shorter lengths by tiles of 128 queries, times 0.68 for forward and backward together; matrix
-# products 550 TFLOP/s, NVLink 380 GB/s. With these, attention of one document equals its linear part at about 28K
-# tokens for 7B with TP=8, where the WLB-LLM paper profiles it. h200: the same chip, more memory. b200:
-# not measured: an H100 times the ratio of the peaks, twice its NVLink.
+# products 550 TFLOP/s, NVLink 380 GB/s, between machines one 400 Gb/s adapter a device. With these, attention of one
+# document equals its linear part at about 28K tokens for 7B with TP=8, where the WLB-LLM paper profiles it. h200: the
+# same chip, more memory. b200: not measured: an H100 times the ratio of the peaks, twice its NVLink.
 _H100 = Device(
     matmul=550e12,
     knots=(128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131072),
     rates=_tflops(30, 51, 71, 88, 132, 177, 202, 221, 230, 232),
     link=380e9,
+    network=50e9,
+    machine=8,
     latency=15e-6,
     tile=128,
     memory=80e9,
@@ -58,6 +68,8 @@ DEVICES = {
         knots=(64, 256, 512, 1024, 2048, 8192),
         rates=(10e9, 30e9, 41e9, 62e9, 81e9, 98e9),
         link=4e9,
+        network=4e9,
+        machine=8,
         latency=50e-6,
         tile=1,
         memory=8e9,

@@ -69,7 +69,7 @@ def _position(x: np.ndarray, knots: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     return i, np.where(width > 0, (x - knots[i]) / np.where(width > 0, width, 1), 0.0)
 
 
-def analytic_kernel_cost(device: Device, pair_flops: float, kv_bytes_per_token: float) -> KernelCost:
+def analytic_kernel_cost(device: Device, pair_flops: float, kv_bytes_per_token: float, ranks: int = 1) -> KernelCost:
     """Kernel cost from the rates of a device.
 
     On a GPU the rate follows the number of keys, and chunks of less than two tiles of queries reach less of it; on a
@@ -78,6 +78,7 @@ def analytic_kernel_cost(device: Device, pair_flops: float, kv_bytes_per_token: 
     Args:
         pair_flops: FLOPs of a (query, key) pair in a layer on one rank, forward and backward.
         kv_bytes_per_token: bytes of K and V of one token in a layer on one rank.
+        ranks: TP x CP, within which keys and values travel.
     """
     knots = tuple(float(x) for x in device.knots)
     if device.tile > 1:
@@ -86,7 +87,7 @@ def analytic_kernel_cost(device: Device, pair_flops: float, kv_bytes_per_token: 
         rates = tuple(tuple(r * (SHORT_QUERIES if q < edge else 1.0) for r in device.rates) for q in q_knots)
     else:
         q_knots, rates = knots, tuple((r,) * len(knots) for r in device.rates)
-    traffic = 2 * kv_bytes_per_token / device.link  # there in forward, gradients back in backward
+    traffic = 2 * kv_bytes_per_token / device.reach(ranks)  # there in forward, gradients back in backward
     return KernelCost(pair_flops, device.tile, q_knots, knots, rates, traffic, 2 * device.latency)
 
 

@@ -110,12 +110,12 @@ def build_cost_model(profile: Profile | None, device: str, shape: ModelShape, *,
 
 
 def build_kernel_cost(
-    profile: Profile | None, device: str, shape: ModelShape, *, tp: int, bytes_per_value: int
+    profile: Profile | None, device: str, shape: ModelShape, *, tp: int, cp: int, bytes_per_value: int
 ) -> KernelCost:
     """Cost of one layer's attention on one rank: measured if there is a profile, else analytic; the exchange is
     analytic in both."""
     pair_flops = shape.layer_flops_per_pair * (1 + BACKWARD_ATTENTION) / tp
-    analytic = analytic_kernel_cost(DEVICES[device], pair_flops, 2 * shape.kv_dim / tp * bytes_per_value)
+    analytic = analytic_kernel_cost(DEVICES[device], pair_flops, 2 * shape.kv_dim / tp * bytes_per_value, tp * cp)
     if not profile:
         return analytic
     rows = [(r.q, r.k, (r.forward_ms + r.backward_ms) * 1e-3) for r in profile.attention]

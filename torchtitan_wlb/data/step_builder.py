@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from torchtitan_wlb.context_parallel.selection import attention_seconds, choose_plan
+from torchtitan_wlb.context_parallel.selection import attention_seconds, choose_plan, latency
 from torchtitan_wlb.context_parallel.shard_plan import ShardPlan
 from torchtitan_wlb.cost.kernel_cost import KernelCost
 from torchtitan_wlb.cost.step_time import StepModel, StepTime
@@ -94,12 +94,13 @@ class StepBuilder:
         micro_batches = [mb for mb, _ in built]
         # Costs are those of the average context-parallel rank; attention of the slowest one takes longer.
         average = np.array([s.cost.attention(np.array(mb.lengths)).sum() for mb in micro_batches])
-        slowest = average * [_slowest_over_average(shards, layout.kernel_cost) for _, shards in built]
+        factors = np.array([_over_average(shards, layout.kernel_cost) for _, shards in built])
+        slowest, exchanged = average * factors.T
         tokens = np.array([mb.n_tokens for mb in micro_batches])
         linear = s.cost.token_cost * tokens + s.cost.fixed_cost
         order = list(range(len(micro_batches)))
         if s.balances:
-            order = layout.step_model.choose_order(slowest, linear, tokens)
+            order = layout.step_model.choose_order(exchanged, linear, tokens)
         return StepBatch(
             micro_batches=[micro_batches[i] for i in order],
             n_targets=self.documents.count_targets(plan.spans),
@@ -119,7 +120,7 @@ class StepBuilder:
                 "plan_ms": plan.seconds * 1e3,
             },
             cp_work=(float((slowest + linear).sum()), float((average + linear).sum())),
-            step_time=layout.step_model.predict(slowest[order], linear[order], tokens[order]),
+            step_time=layout.step_model.predict(exchanged[order], linear[order], tokens[order]),
             cp_sharding=dict(Counter(mb.sharding for mb in micro_batches)),
             state=plan.state,
         )
@@ -142,9 +143,10 @@ class StepBuilder:
         return pack_documents(tokens, labels, shards, layout.cp_rank), shards
 
 
-def _slowest_over_average(shards: ShardPlan, kernel_cost: KernelCost) -> float:
-    """Predicted attention of the slowest context-parallel rank over the average one's."""
+def _over_average(shards: ShardPlan, kernel_cost: KernelCost) -> tuple[float, float]:
+    """Predicted time of the slowest context-parallel rank in attention, without and with the exchange, over the average
+    one's attention."""
     if shards.cp == 1 or not shards.lengths:
-        return 1.0
+        return 1.0, 1.0
     seconds = attention_seconds(shards, kernel_cost)
-    return float(seconds.max()) / float(seconds.mean())
+    return float(seconds.max() / seconds.mean()), latency(shards, kernel_cost) / float(seconds.mean())

@@ -76,6 +76,7 @@ def plan_pipeline(
     cost: CostModel,
     device: Device,
     bytes_per_token: float,
+    ranks: int,
     ac: str | int = "none",
 ) -> PipelinePlan:
     """Cut the model for a schedule; pp = 1 gives one stage.
@@ -85,6 +86,7 @@ def plan_pipeline(
         seq_len: of the documents for which stages take the same time.
         cost: of layers and head.
         device: for the transfers. bytes_per_token: of the activations between stages.
+        ranks: of the job: whether stages lie in one machine.
         ac: activation checkpointing, see parallelize_llama.apply_ac.
     """
     n_stages = count_stages(schedule, pp, stages_per_rank)
@@ -100,7 +102,7 @@ def plan_pipeline(
         attention=tuple(len(r) / args.n_layers for r in stages),
         linear=tuple(x / sum(linear) for x in linear),
         recomputed=recomputed,
-        transfer=(device.latency, bytes_per_token / device.link),
+        transfer=(device.latency, bytes_per_token / device.reach(ranks)),
     )
     actions = schedule_actions(schedule, pp, m, stages_per_rank, split=ac == "none")
     return PipelinePlan(stages, actions, StepModel(actions, costs))
