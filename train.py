@@ -24,13 +24,7 @@ import torch.distributed as dist
 
 from torchtitan_wlb.checkpoint import CheckpointManager, find_checkpoint, set_aside_later
 from torchtitan_wlb.config import JobConfig
-from torchtitan_wlb.config_checks import (
-    batch_problems,
-    reshards_parameters,
-    resolve_packing,
-    settings_without_effect,
-    validate,
-)
+from torchtitan_wlb.config_checks import settings_without_effect, validate
 from torchtitan_wlb.config_manager import exit_on_config_error, load_config
 from torchtitan_wlb.cost.devices import DEVICES, find_device, peak_flops
 from torchtitan_wlb.cost.profile import build_cost_model, build_kernel_cost, read_profile
@@ -41,10 +35,12 @@ from torchtitan_wlb.data.step_builder import Layout, StepBuilder
 from torchtitan_wlb.data.tokenizer import build_tokenizer
 from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.folders import prove_writable, set_aside, take
+from torchtitan_wlb.initial_weights import load_initial_weights
+from torchtitan_wlb.layout_packing import batch_problems, reshards_parameters, resolve_packing
 from torchtitan_wlb.logger import init_logger, logger
 from torchtitan_wlb.metrics import ALL_SHARDINGS, MetricLogger
+from torchtitan_wlb.models.hf import resolve_model
 from torchtitan_wlb.models.kernels import select_kernel
-from torchtitan_wlb.models.llama import llama_configs
 from torchtitan_wlb.optimizer import build_optimizers, lr_factor
 from torchtitan_wlb.packing.settings import PackingSettings
 from torchtitan_wlb.packing.tuning import tune
@@ -59,6 +55,7 @@ from torchtitan_wlb.parallelisms.memory_estimate import estimate_memory, in_word
 from torchtitan_wlb.parallelisms.parallelize_llama import build_stage
 from torchtitan_wlb.parallelisms.pipeline_llama import Pipeline, plan_pipeline
 from torchtitan_wlb.parallelisms.step_sums import gather_step, measured_imbalance
+from torchtitan_wlb.parallelisms.tied_embeddings import COPY
 from torchtitan_wlb.profiling import MicroBatchClock, maybe_enable_memory_snapshot, maybe_enable_profiling
 from torchtitan_wlb.run_state import check_identity, identity, rates, read_run_state, read_settings, write_settings
 
@@ -102,11 +99,11 @@ def main(job_config: JobConfig) -> None:
     dtype = getattr(torch, training.mixed_precision_param)
     kernel = select_kernel(device.type, dtype, job_config.model.attention)
     tokenizer = build_tokenizer(job_config.model)
-    model_args = replace(llama_configs[job_config.model.flavor], vocab_size=tokenizer.padded_vocab_size)
+    model_args = resolve_model(job_config.model, tokenizer.n_ids)
     profile = read_profile(job_config.cost_model.profile, model_args, tp=parallel_dims.tp)
     cost = build_cost_model(profile, kind, model_args, tp=parallel_dims.tp, cp=parallel_dims.cp)
     candidates = list(resolve_packing(job_config, parallel_dims, cost))
-    made_with = identity(job_config, tokenizer, profile)
+    made_with = identity(job_config, model_args, tokenizer, profile)
     if run_state:
         check_identity(run_state, made_with, candidates[0], job_config, exclude)
         for flag, value in rates(job_config).items():
@@ -206,7 +203,7 @@ def main(job_config: JobConfig) -> None:
             world_mesh,
             parallel_dims,
             kernel=kernel,
-            n_ids=tokenizer.n_ids,
+            n_ids=model_args.n_ids,
             max_position=training.seq_len,
             loss_chunk=training.loss_chunk(model_args.vocab_size // parallel_dims.tp),
             seed=job_config.debug.seed,
@@ -225,6 +222,7 @@ def main(job_config: JobConfig) -> None:
     held = estimate_memory(job_config, parallel_dims, model_args, plan, settings, reshards=reshards)
     logger.info(f"Memory of the fullest rank, estimated: {in_words(held)}")
     parameters = {name: p for part in model_parts for name, p in part.named_parameters()}
+    copies = (COPY,) if model_args.is_tied else ()
     layers = [f"{r.start}..{r.stop - 1}" for r in plan.stages]
     logger.info(f"Model {job_config.model.flavor}, layers of the stages {layers}, kernel {kernel.name}, {dtype}")
     clock = MicroBatchClock(device, job_config.metrics.time_micro_batches)
@@ -243,6 +241,8 @@ def main(job_config: JobConfig) -> None:
     optimizers = build_optimizers(model_parts, job_config.optimizer)
 
     # State: weights and optimizer from the checkpoint, the documents from its planner's state.
+    if not checkpoint and job_config.checkpoint.initial_load_path:
+        load_initial_weights(job_config.checkpoint.initial_load_path, model_parts, model_args)
     checkpoints = None
     if job_config.checkpoint.enable:
         checkpoints = CheckpointManager(
@@ -297,7 +297,7 @@ def main(job_config: JobConfig) -> None:
                 micro_batches = [mb.to(device) for mb in batch.micro_batches]
                 loss = pipeline.forward_backward(micro_batches, 1.0 / batch.n_targets)
                 # All ranks get the same norm, so all update or none does.
-                grad_norm = clip_grad_norm(parameters, training.max_norm, device).item()
+                grad_norm = clip_grad_norm(parameters, training.max_norm, device, copies).item()
                 if math.isfinite(grad_norm):
                     optimizers.step(lr)
                     skipped_in_a_row = 0

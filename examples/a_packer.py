@@ -1,4 +1,4 @@
-"""A packer of one's own: this class, its name in `Packing.strategy` (config.py), and a line in `make_packer`
+"""A packer of one's own: this class, its name in `Packing.strategy` (config/method.py), and a line in `make_packer`
 (packing/planner.py). Saving, resuming, logging and training follow."""
 
 import numpy as np

@@ -31,7 +31,8 @@ from torchtitan_wlb.data.step_builder import Layout, StepBatch, StepBuilder
 from torchtitan_wlb.data.tokenizer import Tokenizer
 from torchtitan_wlb.loss import IGNORE_INDEX
 from torchtitan_wlb.models.kernels import SDPA
-from torchtitan_wlb.models.llama import SelfAttention, Transformer, llama_configs
+from torchtitan_wlb.models.llama import SelfAttention, Transformer
+from torchtitan_wlb.models.model_args import llama_configs
 from torchtitan_wlb.optimizer import OptimizersContainer, build_optimizers
 from torchtitan_wlb.packing.objective import StepObjective
 from torchtitan_wlb.packing.planner import StepPlan

@@ -40,7 +40,7 @@ from scripts.benchmark_rank import LAYOUTS, TYPICAL, Bench, choose_seed, split_o
 from scripts.cpu_cluster import as_ranks, enter_group
 from scripts.origin import write_results
 from torchtitan_wlb.data.step_builder import StepBatch
-from torchtitan_wlb.models.llama import llama_configs
+from torchtitan_wlb.models.model_args import llama_configs
 from torchtitan_wlb.packing.planner import StepPlan
 from torchtitan_wlb.packing.settings import PackingSettings
 from torchtitan_wlb.parallelisms.schedules import schedule_problem

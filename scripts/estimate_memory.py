@@ -11,9 +11,9 @@ import sys
 from functools import partial
 
 from scripts.recipe import resolve_recipe
-from torchtitan_wlb.config_checks import reshards_parameters
 from torchtitan_wlb.config_manager import exit_on_config_error, load_config
 from torchtitan_wlb.cost.devices import DEVICES
+from torchtitan_wlb.layout_packing import reshards_parameters
 from torchtitan_wlb.logger import init_logger
 from torchtitan_wlb.parallelisms.memory_estimate import estimate_memory, in_words, largest_that_fits
 

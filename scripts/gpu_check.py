@@ -35,7 +35,9 @@ from torchtitan_wlb.data.synthetic import synthetic_lengths
 from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.models.attention import AttentionMeta, PackedAttention
 from torchtitan_wlb.models.kernels import KERNELS, LARGEST_ERROR, SDPA, Segments, select_kernel
-from torchtitan_wlb.models.llama import Transformer, llama_configs, rotary_table
+from torchtitan_wlb.models.llama import Transformer
+from torchtitan_wlb.models.model_args import llama_configs
+from torchtitan_wlb.models.rotary import rotary_table
 
 ON_GPU = torch.cuda.is_available()
 DEVICE, DTYPE = (torch.device("cuda"), torch.bfloat16) if ON_GPU else (torch.device("cpu"), torch.float32)

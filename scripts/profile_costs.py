@@ -35,7 +35,9 @@ from torchtitan_wlb.logger import init_logger
 from torchtitan_wlb.loss import IGNORE_INDEX
 from torchtitan_wlb.models.attention import AttentionMeta
 from torchtitan_wlb.models.kernels import Segments, select_kernel
-from torchtitan_wlb.models.llama import LossHead, ModelArgs, Transformer, rotary_table
+from torchtitan_wlb.models.llama import LossHead, Transformer
+from torchtitan_wlb.models.model_args import ModelArgs
+from torchtitan_wlb.models.rotary import rotary_table
 from torchtitan_wlb.packing.quality import measure
 
 ENOUGH: dict[str, Any] = {"least_seconds": 0.2, "runs": 3}  # of a measurement

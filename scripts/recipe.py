@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from torchtitan_wlb.config import JobConfig
-from torchtitan_wlb.config_checks import resolve_packing, validate
+from torchtitan_wlb.config_checks import validate
 from torchtitan_wlb.cost.devices import DEVICES, find_device
 from torchtitan_wlb.cost.profile import Profile, build_cost_model, read_profile
 from torchtitan_wlb.cost.step_time import StepModel
@@ -19,7 +19,9 @@ from torchtitan_wlb.data.documents import Documents, load_documents
 from torchtitan_wlb.data.prepare import apply_length_policy
 from torchtitan_wlb.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan_wlb.errors import ConfigError
-from torchtitan_wlb.models.llama import ModelArgs, llama_configs
+from torchtitan_wlb.layout_packing import resolve_packing
+from torchtitan_wlb.models.hf import resolve_model
+from torchtitan_wlb.models.model_args import ModelArgs
 from torchtitan_wlb.packing.document_order import DocumentOrder
 from torchtitan_wlb.packing.planner import StepPlanner
 from torchtitan_wlb.packing.settings import PackingSettings
@@ -110,7 +112,7 @@ def resolve_recipe(config: JobConfig, *, ranks: int = 0, seed: int | None = None
     least *= p.tensor_parallel_degree * p.pipeline_parallel_degree
     dims = validate(config, ranks or least)
     tokenizer = build_tokenizer(config.model)
-    args = replace(llama_configs[config.model.flavor], vocab_size=tokenizer.padded_vocab_size)
+    args = resolve_model(config.model, tokenizer.n_ids)
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     device = find_device(config.cost_model.device, name, config.cost_model.profile)
     profile = read_profile(config.cost_model.profile, args, tp=dims.tp)

@@ -11,7 +11,8 @@ from torch import nn
 
 from torchtitan_wlb.models.attention import AttentionMeta
 from torchtitan_wlb.models.kernels import Kernel, Segments, empty_output
-from torchtitan_wlb.models.llama import ModelArgs, TransformerBlock
+from torchtitan_wlb.models.llama import TransformerBlock
+from torchtitan_wlb.models.model_args import ModelArgs
 
 Clock = Callable[[], float]
 

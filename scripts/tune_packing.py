@@ -19,8 +19,8 @@ from tqdm import tqdm
 from scripts.origin import write_results
 from scripts.recipe import Lengths, MakePlanner, Recipe, resolve_recipe
 from scripts.simulate_packing import WARMUP
-from torchtitan_wlb.config_checks import resolve_packing
 from torchtitan_wlb.config_manager import exit_on_config_error, load_config
+from torchtitan_wlb.layout_packing import resolve_packing
 from torchtitan_wlb.logger import init_logger
 from torchtitan_wlb.packing.quality import measure
 from torchtitan_wlb.packing.settings import PackingSettings

@@ -12,12 +12,14 @@ import shutil
 import time
 from collections.abc import Collection
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
@@ -31,7 +33,9 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.logger import logger
+from torchtitan_wlb.models.model_args import ModelArgs
 from torchtitan_wlb.optimizer import OptimizersContainer
+from torchtitan_wlb.parallelisms.tied_embeddings import COPY
 from torchtitan_wlb.run_state import FILE, RunState
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -141,9 +145,11 @@ class CheckpointManager:
         count."""
         state: dict[str, dict[str, Any]] = {k: {} for k in ("model", "optimizer") if k not in exclude}
         for part, optimizer in self._parts():
-            state["model"] |= get_model_state_dict(part, options=_OPTIONS)
+            saved = partial(_saved_name, part)
+            state["model"] |= {saved(k): v for k, v in get_model_state_dict(part, options=_OPTIONS).items()}
             if "optimizer" in state:
-                state["optimizer"] |= _only_tensors(get_optimizer_state_dict(part, optimizer, options=_OPTIONS))
+                own = _only_tensors(get_optimizer_state_dict(part, optimizer, options=_OPTIONS))
+                state["optimizer"] |= {saved(k): v for k, v in own.items()}
         return state
 
     def save(self, fields: dict[str, Any]) -> None:
@@ -219,13 +225,19 @@ class CheckpointManager:
                 "choose another step, or move the checkpoint away"
             ) from None
         for part, optimizer in self._parts():
-            names = set(get_model_state_dict(part, options=_OPTIONS))
-            set_model_state_dict(part, {k: v for k, v in state["model"].items() if k in names}, options=_OPTIONS)
+            saved = partial(_saved_name, part)
+            names = get_model_state_dict(part, options=_OPTIONS)
+            set_model_state_dict(part, {k: state["model"][saved(k)] for k in names}, options=_OPTIONS)
             if "optimizer" in state:
                 own = get_optimizer_state_dict(part, optimizer, options=_OPTIONS)
-                loaded = own | {k: state["optimizer"][k] for k in _only_tensors(own)}
+                loaded = own | {k: state["optimizer"][saved(k)] for k in _only_tensors(own)}
                 set_optimizer_state_dict(part, optimizer, loaded, options=_OPTIONS)
         logger.info(f"Loaded {checkpoint}")
+
+
+def _saved_name(part: nn.Module, key: str) -> str:
+    """Of an entry of the state: a tied head is saved as the embedding, whatever stage has a copy of it."""
+    return key.replace(COPY, "tok_embeddings.weight") if cast(ModelArgs, part.args).is_tied else key
 
 
 def _only_tensors(state: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """From command line and TOML to a JobConfig.
 
 1. `--job.config_file F.toml` is read, `--section.key value` flags are laid over it (flag > TOML > default).
-2. The sections of config.py check names, types and ranges; every problem is collected with what is legal.
+2. The sections of config/ check names, types and ranges; every problem is collected with what is legal.
 3. config_checks.validate then collects what is impossible together (degrees, heads, lengths, schedules).
 Problems come out in one ConfigError before any file of data is opened; rank 0 prints it, every rank exits with 2.
 """

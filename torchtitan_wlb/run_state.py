@@ -13,6 +13,7 @@ from torchtitan_wlb.config import JobConfig
 from torchtitan_wlb.cost.profile import Profile
 from torchtitan_wlb.data.tokenizer import Tokenizer
 from torchtitan_wlb.errors import ConfigError, first_reason
+from torchtitan_wlb.models.model_args import ModelArgs, llama_configs
 from torchtitan_wlb.packing.settings import PackingSettings, differences, fields_left_open
 
 FILE = "run_state.json"
@@ -49,7 +50,7 @@ class RunState(_Typed):
         rates: {flag: value as configured} of the optimizer and the schedule; on resume the configured ones count.
     """
 
-    format: Literal[2] = 2
+    format: Literal[3] = 3
     step: PositiveInt
     settings: PackingSettings
     planner: PlannerState
@@ -105,12 +106,13 @@ def read_settings(path: Path, configured: PackingSettings, config: JobConfig) ->
     return settings
 
 
-def identity(config: JobConfig, tokenizer: Tokenizer, profile: Profile | None) -> dict[str, str]:
+def identity(config: JobConfig, model: ModelArgs, tokenizer: Tokenizer, profile: Profile | None) -> dict[str, str]:
     """{flag: value} of what decides what is trained, as configured, besides the packing settings. The content of the
     documents is added when they are known."""
     t = config.training
     return {
-        "model.flavor": config.model.flavor,
+        "model.flavor": config.model.flavor if config.model.flavor in llama_configs else str(model),
+        "model.rope_scaling": f"{model.rope_theta:g} {model.rope_scaling}",
         "model.tokenizer": tokenizer.identity,
         "model.add_bos": str(config.model.add_bos),
         "model.add_eos": str(config.model.add_eos),

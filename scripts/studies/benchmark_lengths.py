@@ -31,8 +31,9 @@ from torchtitan_wlb.cost.step_time import without_pipelining
 from torchtitan_wlb.data.dataloader import make_planner
 from torchtitan_wlb.data.step_builder import Layout, StepBatch, StepBuilder
 from torchtitan_wlb.data.tokenizer import Tokenizer
+from torchtitan_wlb.models.hf import resolve_model
 from torchtitan_wlb.models.kernels import SDPA
-from torchtitan_wlb.models.llama import llama_configs
+from torchtitan_wlb.models.model_args import llama_configs
 from torchtitan_wlb.packing.objective import StepObjective
 from torchtitan_wlb.packing.settings import resolve_settings
 from torchtitan_wlb.packing.tuning import tune
@@ -49,7 +50,7 @@ def build_pipeline(compile: bool) -> Pipeline:
     dims = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=TP, pp=1)
     mesh = dims.build_mesh("cpu")
     tokenizer = Tokenizer("bytes")
-    args = replace(llama_configs["debugmodel"], vocab_size=tokenizer.padded_vocab_size)
+    args = resolve_model(JobConfig().model, tokenizer.n_ids)
     model = build_stage(
         args, range(args.n_layers), mesh, dims, kernel=SDPA,
         n_ids=tokenizer.n_ids, max_position=WINDOW, loss_chunk=1024, seed=0, device=DEVICE,

@@ -15,19 +15,22 @@ from torchtitan_wlb.cost.devices import DEVICES
 from torchtitan_wlb.cost.kernel_cost import analytic_kernel_cost
 from torchtitan_wlb.cost.step_time import stages_of
 from torchtitan_wlb.data.micro_batch import pack_documents, padded_length
+from torchtitan_wlb.initial_weights import load_initial_weights
 from torchtitan_wlb.models.kernels import SDPA
-from torchtitan_wlb.models.llama import ModelArgs, Transformer
+from torchtitan_wlb.models.llama import Transformer
+from torchtitan_wlb.models.model_args import ModelArgs
 from torchtitan_wlb.parallelisms.gradients import clip_grad_norm
 from torchtitan_wlb.parallelisms.parallel_dims import ParallelDims
 from torchtitan_wlb.parallelisms.parallelize_llama import build_stage
 from torchtitan_wlb.parallelisms.pipeline_llama import Pipeline, split_layers
 from torchtitan_wlb.parallelisms.schedules import count_stages, schedule_actions
 from torchtitan_wlb.parallelisms.step_sums import gather_step, read_steps
+from torchtitan_wlb.parallelisms.tied_embeddings import COPY
 from torchtitan_wlb.profiling import MicroBatchClock
 
 N_IDS = 259
 KERNEL_COST = analytic_kernel_cost(DEVICES["cpu"], 1.0, 1.0)
-ARGS = ModelArgs(dim=64, n_layers=8, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=384)
+ARGS = ModelArgs(dim=64, n_layers=8, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=384, n_ids=N_IDS)
 COUNTED = ("dp2", "dp2-always")  # cases whose all-gathers of parameters are counted
 MAX_POSITION, MULTIPLE, LOSS_CHUNK, SEED = 256, 12, 48, 7
 
@@ -51,6 +54,8 @@ class Case:
     compile: str = ""
     reshard: str = "default"
     reduces_each: bool = False
+    args: ModelArgs = ARGS
+    weights: str = ""  # folder of those to start from
 
     @property
     def dims(self) -> ParallelDims:
@@ -92,13 +97,14 @@ def run_case(case: Case, documents, flip: tuple[int, int] | None, out: Path) -> 
     rank = dist.get_rank()
     my = dims.coordinates(rank)
     mesh = dims.build_mesh("cpu")
-    stages = split_layers(ARGS.n_layers, count_stages(case.schedule, dims.pp, case.stages_per_rank), 1.0, 0.5)
+    args = case.args
+    stages = split_layers(args.n_layers, count_stages(case.schedule, dims.pp, case.stages_per_rank), 1.0, 0.5)
     actions = schedule_actions(case.schedule, dims.pp, case.m, case.stages_per_rank, split=case.ac == "none")
     reshards = {"always": True, "never": False, "default": dims.pp == 1 and case.m == 1}[case.reshard]
     models = [
         build_stage(
-            ARGS, stages[i], mesh, dims,
-            n_ids=N_IDS, max_position=MAX_POSITION, loss_chunk=LOSS_CHUNK, seed=SEED, device=device,
+            args, stages[i], mesh, dims,
+            n_ids=args.n_ids, max_position=MAX_POSITION, loss_chunk=LOSS_CHUNK, seed=SEED, device=device,
             kernel=SDPA, param_dtype=torch.float32, reduce_dtype=torch.float32,
             ac=case.ac, compile=case.compile, recompute_kv=case.recompute_kv,
             reshard_after_forward=reshards,
@@ -106,11 +112,13 @@ def run_case(case: Case, documents, flip: tuple[int, int] | None, out: Path) -> 
         for i in stages_of(actions[my["pp"]])
     ]  # fmt: skip
     pipeline = Pipeline(
-        models, actions=actions, world_mesh=mesh, device=device, dtype=torch.float32, dim=ARGS.dim, tp=dims.tp,
+        models, actions=actions, world_mesh=mesh, device=device, dtype=torch.float32, dim=args.dim, tp=dims.tp,
         clock=MicroBatchClock(device, timed=False), gathers_once=not reshards,
         reduces_each=case.reduces_each,
     )  # fmt: skip
 
+    if case.weights:
+        load_initial_weights(case.weights, models, args)
     hidden: list[torch.Tensor] = []
     if models[-1].norm is not None:
 
@@ -169,7 +177,7 @@ def run_case(case: Case, documents, flip: tuple[int, int] | None, out: Path) -> 
         full = p.grad.full_tensor()
         if my["dp"] == my["cp"] == my["tp"] == 0:
             saved["gradients"][re.sub(r"_checkpoint_wrapped_module\.|_orig_mod\.", "", name)] = full
-    saved["grad_norm"] = clip_grad_norm(parameters, 0.0, device).item()
+    saved["grad_norm"] = clip_grad_norm(parameters, 0.0, device, (COPY,) if args.is_tied else ()).item()
     forget_gradients()
     if flip is not None:
         tokens = documents[flip[0]][0].copy()

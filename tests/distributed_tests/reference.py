@@ -5,7 +5,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from torchtitan_wlb.models.llama import ModelArgs
+from torchtitan_wlb.models.model_args import ModelArgs
 
 
 def _rms_norm(x, weight, eps):
@@ -13,12 +13,12 @@ def _rms_norm(x, weight, eps):
 
 
 def _rotate(x, theta):
-    """x [T, H, D]: pair (2i, 2i + 1) turned by position x theta^(-2i/D)."""
+    """x [T, H, D]: features (i, i + D/2) turned by position x theta^(-2i/D)."""
     t, _, d = x.shape
     angle = torch.arange(t, dtype=torch.float64)[:, None] * theta ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
     turn = torch.polar(torch.ones_like(angle), angle).to(torch.complex128)
-    z = torch.view_as_complex(x.double().reshape(*x.shape[:-1], -1, 2).contiguous()) * turn[:, None]
-    return torch.view_as_real(z).flatten(-2).to(x.dtype)
+    z = torch.complex(*x.double().chunk(2, -1)) * turn[:, None]
+    return torch.cat([z.real, z.imag], -1).to(x.dtype)
 
 
 def hidden_states(w: dict[str, torch.Tensor], args: ModelArgs, tokens: torch.Tensor) -> torch.Tensor:

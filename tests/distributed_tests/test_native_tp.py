@@ -18,7 +18,8 @@ from torch.distributed.tensor.parallel import (
 from tests.distributed_tests.ranks import run_ranks
 from torchtitan_wlb.context_parallel.exchange import shard_meta
 from torchtitan_wlb.context_parallel.shard_plan import whole
-from torchtitan_wlb.models.llama import ModelArgs, TransformerBlock
+from torchtitan_wlb.models.llama import TransformerBlock
+from torchtitan_wlb.models.model_args import ModelArgs
 
 KNOWN = ("2.13", "2.14")  # versions of torch with which this was run and failed
 N_BLOCKS = 1

@@ -161,7 +161,7 @@ def test_gradients_equal_the_reference(results, truth, name):
 
 
 def test_parameters_are_gathered_once_a_step_or_for_every_micro_batch(results):
-    """Data-parallel ranks wait for each other whenever they gather (config_checks.resolve_packing counts on it)."""
+    """Data-parallel ranks wait for each other whenever they gather (layout_packing.resolve_packing counts on it)."""
     modules = ARGS.n_layers + 2  # with the head and what is left
     for rank in results("dp2"):
         assert rank["gathers"] <= modules  # validation before it has left some in place

@@ -21,7 +21,7 @@ from tests.distributed_tests.ranks import run_ranks
 from torchtitan_wlb.context_parallel.shard_plan import per_document, whole
 from torchtitan_wlb.data.micro_batch import pack_documents
 from torchtitan_wlb.models.kernels import SDPA
-from torchtitan_wlb.models.llama import ModelArgs
+from torchtitan_wlb.models.model_args import ModelArgs
 from torchtitan_wlb.parallelisms.parallel_dims import ParallelDims
 from torchtitan_wlb.parallelisms.parallelize_llama import build_stage
 

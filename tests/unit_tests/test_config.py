@@ -8,9 +8,10 @@ import pytest
 
 from torchtitan_wlb.config import Parallelism, Training
 from torchtitan_wlb.config_checks import _ANY_COST as ANY_COST
-from torchtitan_wlb.config_checks import resolve_batch, resolve_packing, settings_without_effect, validate
+from torchtitan_wlb.config_checks import settings_without_effect, validate
 from torchtitan_wlb.config_manager import MOVED, SECTIONS, help_text, load_config
 from torchtitan_wlb.errors import ConfigError
+from torchtitan_wlb.layout_packing import resolve_batch, resolve_packing
 
 ROOT = Path(__file__).parents[2]
 DEBUG = ["--job.config_file", str(ROOT / "train_configs/debug_cpu.toml")]

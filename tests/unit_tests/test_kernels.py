@@ -20,7 +20,9 @@ from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.loss import chunked_cross_entropy
 from torchtitan_wlb.models import kernels
 from torchtitan_wlb.models.kernels import SDPA, Segments, select_kernel
-from torchtitan_wlb.models.llama import ModelArgs, RopeScaling, Transformer, llama_configs, rotary_table
+from torchtitan_wlb.models.llama import Transformer
+from torchtitan_wlb.models.model_args import ModelArgs, RopeScaling, llama_configs
+from torchtitan_wlb.models.rotary import rotary_table
 from torchtitan_wlb.parallelisms.pipeline_llama import split_layers
 from torchtitan_wlb.parallelisms.schedules import schedule_actions
 

@@ -16,8 +16,9 @@ FLOORS = [
     ["data"],
     ["profiling"],
     ["parallelisms"],
-    ["optimizer", "run_state"],
-    ["checkpoint", "metrics", "config_manager", "config_checks"],
+    ["optimizer", "run_state", "layout_packing"],
+    ["checkpoint"],
+    ["initial_weights", "metrics", "config_manager", "config_checks"],
 ]
 WITHOUT_TORCH = ["errors", "logger", "config_types", "config", "config_manager", "cost", "packing"]
 PLANS_WITHOUT_TORCH = ["shard_plan", "hybrid", "selection", "traffic"]
@@ -27,9 +28,9 @@ def modules() -> dict[str, tuple[Path, set[str]]]:
     """{module inside the package: (file, modules it imports, those of the package without its name)}."""
     found = {}
     for path in sorted((ROOT / "torchtitan_wlb").rglob("*.py")):
-        if path.name == "__init__.py":
+        name = ".".join(path.relative_to(ROOT / "torchtitan_wlb").with_suffix("").parts).removesuffix(".__init__")
+        if name == "__init__" or not path.read_text():
             continue
-        name = ".".join(path.relative_to(ROOT / "torchtitan_wlb").with_suffix("").parts)
         imported = set()
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module:

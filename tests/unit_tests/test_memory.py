@@ -15,7 +15,9 @@ from torchtitan_wlb.config_manager import load_config
 from torchtitan_wlb.cost.memory import block_bytes, in_flight, most_alive
 from torchtitan_wlb.cost.step_time import stages_of
 from torchtitan_wlb.models.attention import AttentionMeta
-from torchtitan_wlb.models.llama import ModelArgs, Transformer, rotary_table
+from torchtitan_wlb.models.llama import Transformer
+from torchtitan_wlb.models.model_args import ModelArgs
+from torchtitan_wlb.models.rotary import rotary_table
 from torchtitan_wlb.parallelisms.memory_estimate import estimate_memory, largest_that_fits
 from torchtitan_wlb.parallelisms.parallelize_llama import apply_ac
 from torchtitan_wlb.parallelisms.schedules import schedule_actions

@@ -14,7 +14,7 @@ from torchtitan_wlb.cost.cost_model import CostModel, imbalance, traffic
 from torchtitan_wlb.cost.devices import DEVICES
 from torchtitan_wlb.cost.profile import build_cost_model, build_kernel_cost, read_profile
 from torchtitan_wlb.errors import ConfigError
-from torchtitan_wlb.models.llama import llama_configs
+from torchtitan_wlb.models.model_args import llama_configs
 from torchtitan_wlb.packing.baselines import Plain, PlainWhole
 from torchtitan_wlb.packing.deadline import Deadline
 from torchtitan_wlb.packing.document_order import DocumentOrder

@@ -11,6 +11,7 @@ from torchtitan_wlb.config import JobConfig
 from torchtitan_wlb.cost.cost_model import CostModel
 from torchtitan_wlb.data.tokenizer import Tokenizer
 from torchtitan_wlb.errors import ConfigError
+from torchtitan_wlb.models.hf import resolve_model
 from torchtitan_wlb.packing.document_order import DocumentOrder
 from torchtitan_wlb.packing.objective import StepObjective
 from torchtitan_wlb.packing.planner import StepPlanner
@@ -26,6 +27,7 @@ from torchtitan_wlb.run_state import (
 )
 
 COST = CostModel(pair_flops=0.05, token_cost=1.0, knots=(1,), rates=(1.0,))
+MODEL = resolve_model(JobConfig().model, 258)
 LENGTHS = np.minimum(np.random.default_rng(0).lognormal(3, 1, 500), 126).astype(int) + 2
 
 
@@ -49,7 +51,7 @@ def planner(settings) -> StepPlanner:
 def made(c: JobConfig, steps=5) -> RunState:
     settings = replace(resolve(c), delay_price=0.2, thresholds=(40, 70))
     plan = list(itertools.islice(planner(settings), steps))[-1]
-    made_with = identity(c, Tokenizer("bytes"), None)
+    made_with = identity(c, MODEL, Tokenizer("bytes"), None)
     return RunState(
         step=steps, settings=settings, planner=PlannerState.model_validate(plan.state), made_with=made_with, rates={}
     )
@@ -58,7 +60,9 @@ def made(c: JobConfig, steps=5) -> RunState:
 def refused(kept: RunState, c: JobConfig, exclude=(), cost=COST, alive=1, **also) -> list[str]:
     try:
         tokenizer = Tokenizer("bytes", c.model.add_bos, c.model.add_eos)
-        check_identity(kept, identity(c, tokenizer, None) | also, resolve(c, cost, alive), c, exclude)
+        check_identity(
+            kept, identity(c, resolve_model(c.model, 258), tokenizer, None) | also, resolve(c, cost, alive), c, exclude
+        )
     except ConfigError as error:
         return [p.partition(":")[0].removeprefix("--") for p in error.problems]
     return []

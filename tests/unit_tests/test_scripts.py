@@ -19,7 +19,7 @@ from scripts.timing import FreeAttention, block_share, kernel_milliseconds
 from torchtitan_wlb.config_manager import load_config
 from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.models.kernels import Segments
-from torchtitan_wlb.models.llama import llama_configs
+from torchtitan_wlb.models.model_args import llama_configs
 
 REPOSITORY = Path(__file__).parents[2]
 

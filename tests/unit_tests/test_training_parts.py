@@ -11,7 +11,7 @@ from torchtitan_wlb.config import LRScheduler, Metrics, Optimizer
 from torchtitan_wlb.cost.devices import find_device, peak_flops
 from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.metrics import MetricLogger
-from torchtitan_wlb.models.llama import ModelArgs
+from torchtitan_wlb.models.model_args import ModelArgs
 from torchtitan_wlb.optimizer import build_optimizers, lr_factor
 from torchtitan_wlb.parallelisms import step_sums
 from torchtitan_wlb.parallelisms.distributed import check_agreement

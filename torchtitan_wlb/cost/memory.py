@@ -94,7 +94,8 @@ def rank_bytes(
     """
     block = shape.layer_flops_per_token / 2 / tp + 2 * shape.dim
     head = shape.dim * shape.vocab_size / tp
-    weights = layers * block + (has_embedding + has_head) * head
+    ends = 1 if shape.is_tied and has_embedding and has_head else has_embedding + has_head
+    weights = layers * block + ends * head
     gathered = weights if keeps_gathered else min(layers, 2) * block + has_head * head
     whole_gradients = weights if accumulates else block + has_head * head
     kept = {

@@ -9,6 +9,8 @@ class ModelShape:
 
     Attributes:
         vocab_size: rows of the embedding and of the head; -1 where the tokenizer decides.
+        head_dim: of queries, keys and values; 0 becomes dim / n_heads.
+        is_tied: embedding and head are one matrix.
     """
 
     dim: int
@@ -17,10 +19,16 @@ class ModelShape:
     n_kv_heads: int
     ffn_dim: int
     vocab_size: int = -1
+    head_dim: int = 0
+    is_tied: bool = False
+
+    def __post_init__(self):
+        object.__setattr__(self, "head_dim", self.head_dim or self.dim // self.n_heads)
 
     @property
-    def head_dim(self) -> int:
-        return self.dim // self.n_heads
+    def q_dim(self) -> int:
+        """Values of Q of one token, all heads."""
+        return self.n_heads * self.head_dim
 
     @property
     def kv_dim(self) -> int:
@@ -30,7 +38,7 @@ class ModelShape:
     @property
     def layer_flops_per_token(self) -> float:
         """Forward FLOPs of one token in the matrix products of one layer."""
-        return 2 * (2 * self.dim * self.dim + 2 * self.dim * self.kv_dim + 3 * self.dim * self.ffn_dim)
+        return 2 * self.dim * (2 * self.q_dim + 2 * self.kv_dim + 3 * self.ffn_dim)
 
     @property
     def head_flops_per_token(self) -> float:
@@ -46,7 +54,7 @@ class ModelShape:
     @property
     def layer_flops_per_pair(self) -> float:
         """Forward FLOPs of one attended (query, key) pair in one layer: scores and weighted values."""
-        return 4 * self.dim
+        return 4 * self.q_dim
 
     @property
     def flops_per_token(self) -> float:

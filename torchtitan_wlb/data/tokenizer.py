@@ -1,7 +1,6 @@
 """Text to token ids: raw bytes, a named tiktoken encoding, or a tiktoken rank file (Llama-3's tokenizer.model).
 
-Every tokenizer has one begin-of-text and one end-of-text id. The model's vocabulary is `padded_vocab_size`: the number
-of ids rounded up to a multiple of 128, whatever the layout, so that checkpoints fit every tensor-parallel degree.
+Every tokenizer has one begin-of-text and one end-of-text id.
 """
 
 import base64
@@ -14,8 +13,6 @@ from torchtitan_wlb.errors import ConfigError
 
 if TYPE_CHECKING:
     import tiktoken
-
-VOCAB_MULTIPLE = 128
 
 # Word boundaries of Llama-3's tokenizer; the rank file holds only the merges.
 _LLAMA3_PATTERN = "|".join(
@@ -42,7 +39,6 @@ class Tokenizer:
 
     Attributes:
         n_ids: number of ids in use, special ids included.
-        padded_vocab_size: n_ids rounded up to a multiple of 128.
         identity: the name, or a hash of the rank file.
         fingerprint: changes whenever the ids of a document could change.
 
@@ -67,7 +63,6 @@ class Tokenizer:
             self.eos_id = special.get("<|end_of_text|>", special.get("<|endoftext|>", self._encoding.n_vocab - 1))
             self.bos_id = special.get("<|begin_of_text|>", self.eos_id)
             self.n_ids = self._encoding.n_vocab
-        self.padded_vocab_size = -(-self.n_ids // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
         self.fingerprint = hashlib.sha256(f"{self.identity} {add_bos} {add_eos}".encode()).hexdigest()[:16]
 
     def encode(self, text: str) -> list[int]:

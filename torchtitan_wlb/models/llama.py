@@ -1,4 +1,4 @@
-"""Llama: RMSNorm, SwiGLU, grouped-query attention, rotary positions. One family, sizes in a dict.
+"""The decoder: Llama, and what differs from it by a bias (Qwen2), norms of q and k (Qwen3) or tied embeddings.
 
 Letters: T tokens of a micro-batch, CP and TP the degrees, V vocabulary. A stage of a pipeline is a Transformer with
 some layers left out. Between blocks activations are [1, T/CP, dim], with tensor (and sequence) parallelism
@@ -7,81 +7,17 @@ some layers left out. Between blocks activations are [1, T/CP, dim], with tensor
 
 import math
 import zlib
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from torchtitan_wlb.cost.model_shape import ModelShape
 from torchtitan_wlb.loss import chunked_cross_entropy
 from torchtitan_wlb.models.attention import AttentionMeta, PackedAttention
 from torchtitan_wlb.models.kernels import SDPA, Kernel
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Llama-3's stretch of low rotary frequencies (arXiv 2407.21783)."""
-
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_context: int = 8192
-
-
-@dataclass(frozen=True)
-class ModelArgs(ModelShape):
-    """A model: its sizes, and what its arithmetic needs to know beside them."""
-
-    norm_eps: float = 1e-5
-    rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
-
-
-_LLAMA3: dict[str, Any] = {"rope_theta": 500_000.0, "rope_scaling": RopeScaling()}
-llama_configs = {
-    "debugmodel": ModelArgs(dim=128, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=384),
-    "debugmodel_wide": ModelArgs(dim=2048, n_layers=1, n_heads=16, n_kv_heads=8, ffn_dim=6144),
-    # For scripts/benchmark_step.py: small models for which, on a CPU, long documents are as much dearer as for the 7B
-    # on an H100. A token of an 8K document costs these three 5 to 7 times as much as one of a document of 64 tokens;
-    # for the 7B and a document of 128K the cost model says 5.1 to 5.5 times.
-    "debugmodel_long": ModelArgs(dim=128, n_layers=4, n_heads=8, n_kv_heads=2, ffn_dim=256),
-    "debugmodel_longer": ModelArgs(dim=256, n_layers=4, n_heads=16, n_kv_heads=4, ffn_dim=256),
-    "debugmodel_small": ModelArgs(dim=64, n_layers=4, n_heads=4, n_kv_heads=1, ffn_dim=64),
-    "debugmodel_deep": ModelArgs(dim=64, n_layers=8, n_heads=4, n_kv_heads=1, ffn_dim=192),
-    "550M": ModelArgs(dim=1536, n_layers=16, n_heads=12, n_kv_heads=12, ffn_dim=4096),
-    "7B": ModelArgs(dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, ffn_dim=11008),
-    "30B": ModelArgs(dim=7168, n_layers=48, n_heads=56, n_kv_heads=56, ffn_dim=19456),
-    "70B": ModelArgs(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim=28672),
-    "llama3_8B": ModelArgs(dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, ffn_dim=14336, **_LLAMA3),
-    "llama3_70B": ModelArgs(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim=28672, **_LLAMA3),
-}
-
-
-def rotary_table(args: ModelArgs, n_positions: int, device: torch.device) -> torch.Tensor:
-    """cos and sin of every position and frequency, fp32 [n_positions, head_dim / 2, 2]."""
-    freqs = args.rope_theta ** -(torch.arange(0, args.head_dim, 2, dtype=torch.float64, device=device) / args.head_dim)
-    if s := args.rope_scaling:
-        # Wavelengths beyond original / low are stretched by `factor`, those below original / high stay; between, a
-        # linear blend.
-        turns = s.original_context * freqs / (2 * math.pi)
-        keep = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(0, 1)
-        freqs = freqs * (keep + (1 - keep) / s.factor)
-    angles = torch.arange(n_positions, dtype=torch.float64, device=device)[:, None] * freqs
-    return torch.stack([angles.cos(), angles.sin()], dim=-1).float()
-
-
-def apply_rotary(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-    """Rotate neighbouring pairs of features, as complex numbers. x: [1, T/CP, H/TP, D], rope: [T/CP, D/2, 2]."""
-    pairs = x.to(torch.promote_types(x.dtype, rope.dtype)).unflatten(-1, (-1, 2))
-    if torch.compiler.is_compiling():  # the compiler fuses real arithmetic only
-        (a, b), (cos, sin) = pairs.unbind(-1), rope[:, None].unbind(-1)
-        turned = torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1)
-    else:
-        turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(rope)[:, None])
-    return turned.flatten(-2).to(x.dtype)
+from torchtitan_wlb.models.model_args import ModelArgs
+from torchtitan_wlb.models.rotary import apply_rotary, rotary_table
 
 
 class SelfAttention(nn.Module):
@@ -90,16 +26,20 @@ class SelfAttention(nn.Module):
     def __init__(self, args: ModelArgs, kernel: Kernel):
         super().__init__()
         self.head_dim = args.head_dim
-        self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=False)
-        self.wk = nn.Linear(args.dim, args.kv_dim, bias=False)
-        self.wv = nn.Linear(args.dim, args.kv_dim, bias=False)
-        self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
+        self.wq = nn.Linear(args.dim, args.q_dim, bias=args.has_qkv_bias)
+        self.wk = nn.Linear(args.dim, args.kv_dim, bias=args.has_qkv_bias)
+        self.wv = nn.Linear(args.dim, args.kv_dim, bias=args.has_qkv_bias)
+        self.wo = nn.Linear(args.q_dim, args.dim, bias=False)
+        self.q_norm = nn.RMSNorm(args.head_dim, eps=args.norm_eps) if args.has_qk_norm else None
+        self.k_norm = nn.RMSNorm(args.head_dim, eps=args.norm_eps) if args.has_qk_norm else None
         self.inner_attention: nn.Module = PackedAttention(kernel)
 
     def forward(self, x: torch.Tensor, rope: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
         """x [1, T/CP, dim] -> [1, T/CP, dim] (over T/CP/TP tokens with tensor parallelism); heads inside are local
         (H/TP)."""
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         out = self.inner_attention(apply_rotary(q, rope), apply_rotary(k, rope), v, meta)
         return self.wo(out.flatten(-2))
 
@@ -213,11 +153,13 @@ class Transformer(nn.Module):
         for name, p in self.named_parameters():
             name = name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
             if p.ndim == 1:
-                p.fill_(1.0)
+                p.fill_(0.0 if name.endswith("bias") else 1.0)
                 continue
             std = 0.02
             if name.endswith(("wo.weight", "w2.weight")):
                 std /= math.sqrt(2 * (int(name.split(".")[1]) + 1))
+            if self.args.is_tied and name == "output.weight":
+                name = "tok_embeddings.weight"
             generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             full = torch.empty(p.shape, dtype=p.dtype, device=device).normal_(0.0, std, generator=generator)
             if isinstance(p, DTensor):

@@ -2,7 +2,7 @@
 
 Data-parallel rank r trains its M micro-batches one after the other and waits for the slowest rank at the end of the
 step. (Parameters are gathered once a step; where they are for every micro-batch, a rank waits in each, and all N count
-as ranks of one: config_checks.resolve_packing.) In a pipeline of PP ranks with v stages each, the others fill and drain
+as ranks of one: see layout_packing.py.) In a pipeline of PP ranks with v stages each, the others fill and drain
 while the largest micro-batch passes, so
 
     seconds of a step = max over r of (sum of t + bubble x max of t)

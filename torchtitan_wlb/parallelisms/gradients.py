@@ -1,6 +1,7 @@
 """The norm of the whole gradient, over all ranks and stages."""
 
 import math
+from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
@@ -9,12 +10,17 @@ from torch.distributed.tensor import DTensor
 
 
 @torch.no_grad()
-def clip_grad_norm(parameters: dict[str, nn.Parameter], max_norm: float, device: torch.device) -> torch.Tensor:
+def clip_grad_norm(
+    parameters: dict[str, nn.Parameter], max_norm: float, device: torch.device, copies_of_others: Collection[str] = ()
+) -> torch.Tensor:
     """Norm of the whole gradient over all ranks and stages, in fp64; gradients are scaled down to max_norm if it is
     larger (0: never). Not finite on one rank is not finite on all.
 
     Every rank adds the squares of its local shards, divided by the number of ranks that hold the same numbers; one
     all-reduce over all ranks gives the square of the norm.
+
+    Args:
+        copies_of_others: names of parameters that are scaled, but counted under another name.
 
     Raises:
         RuntimeError: a trainable parameter has no gradient, by name.
@@ -23,7 +29,8 @@ def clip_grad_norm(parameters: dict[str, nn.Parameter], max_norm: float, device:
         raise RuntimeError(f"no gradient after backward: {', '.join(missing)}")
     total = torch.zeros((), dtype=torch.float64, device=device)
     by_copies: dict[int, list[torch.Tensor]] = {}
-    for p in parameters.values():
+    uncounted: list[torch.Tensor] = []
+    for name, p in parameters.items():
         if p.grad is None:
             continue
         grad = p.grad
@@ -31,7 +38,7 @@ def clip_grad_norm(parameters: dict[str, nn.Parameter], max_norm: float, device:
         if isinstance(grad, DTensor):
             copies = math.prod(n for n, x in zip(grad.device_mesh.shape, grad.placements) if x.is_replicate())
             grad = grad.to_local()
-        by_copies.setdefault(copies, []).append(grad)
+        (uncounted if name in copies_of_others else by_copies.setdefault(copies, [])).append(grad)
     for copies, grads in by_copies.items():
         norms = torch._foreach_norm([g for g in grads if g.numel()])
         if norms:
@@ -40,6 +47,6 @@ def clip_grad_norm(parameters: dict[str, nn.Parameter], max_norm: float, device:
     norm = total.sqrt()
     if max_norm > 0:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for grads in by_copies.values():
+        for grads in filter(None, (*by_copies.values(), uncounted)):
             torch._foreach_mul_(grads, scale.to(grads[0].device, grads[0].dtype))
     return norm

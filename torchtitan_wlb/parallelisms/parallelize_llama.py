@@ -20,7 +20,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torchtitan_wlb.context_parallel.attention import ContextParallelAttention, shard_attention
 from torchtitan_wlb.models.attention import AttentionMeta, packed_attention
 from torchtitan_wlb.models.kernels import Kernel
-from torchtitan_wlb.models.llama import ModelArgs, Transformer
+from torchtitan_wlb.models.llama import Transformer
+from torchtitan_wlb.models.model_args import ModelArgs
 from torchtitan_wlb.parallelisms.parallel_dims import ParallelDims
 from torchtitan_wlb.parallelisms.tensor_parallel import (
     ColwiseTokens,
@@ -79,6 +80,8 @@ def parallelize_llama(
         inductor_config._micro_pipeline_tp = True
         enable_symmetric_memory(world_mesh["tp"].get_group().group_name)
     fsdp_mesh = parallel_dims.fsdp_mesh(world_mesh)
+    if model.args.is_tied and model.output is not None and model.tok_embeddings is not None:
+        model.output.register_parameter("weight", model.tok_embeddings.weight)  # type: ignore[arg-type]
     apply_fsdp(model, fsdp_mesh, param_dtype, reduce_dtype, reshard_after_forward, cpu_offload)
 
 
@@ -134,6 +137,8 @@ def apply_tp(model: Transformer, tp_mesh: DeviceMesh) -> None:
         "attention.wq": ColwiseTokens(),
         "attention.wk": kv_projection,
         "attention.wv": kv_projection,
+        "attention.q_norm": TokenNorm(),
+        "attention.k_norm": TokenNorm(),
         "attention.wo": RowwiseTokens(),
         "ffn_norm": TokenNorm(),
         "feed_forward": GatherTokens(),
@@ -141,6 +146,8 @@ def apply_tp(model: Transformer, tp_mesh: DeviceMesh) -> None:
         "feed_forward.w2": RowwiseTokens(),
         "feed_forward.w3": ColwiseTokens(),
     }
+    if not model.args.has_qk_norm:
+        del layer_plan["attention.q_norm"], layer_plan["attention.k_norm"]
     for block in model.layers.values():
         parallelize_module(block, tp_mesh, layer_plan)
 
@@ -227,7 +234,7 @@ def apply_fsdp(
     shard = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
     for block in model.layers.values():
         shard(block, reshard_after_forward=reshard_after_forward)
-    if model.output is not None:
+    if model.output is not None and not (model.args.is_tied and model.tok_embeddings is not None):
         # Needed again at once in backward: never resharded in between.
         shard(model.output, reshard_after_forward=False)
     shard(model, reshard_after_forward=reshard_after_forward)

@@ -5,8 +5,9 @@ end.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,8 +23,9 @@ from torchtitan_wlb.cost.cost_model import CostModel
 from torchtitan_wlb.cost.devices import Device
 from torchtitan_wlb.cost.step_time import Action, StageCosts, StepModel, stages_of
 from torchtitan_wlb.data.micro_batch import MicroBatch
-from torchtitan_wlb.models.llama import ModelArgs
+from torchtitan_wlb.models.model_args import ModelArgs
 from torchtitan_wlb.parallelisms.schedules import count_stages, schedule_actions
+from torchtitan_wlb.parallelisms.tied_embeddings import sum_tied_gradients
 from torchtitan_wlb.parallelisms.varlen_stage import VarlenSchedule, VarlenStage
 from torchtitan_wlb.profiling import MicroBatchClock
 
@@ -141,6 +143,7 @@ class Pipeline:
         self.model_parts, self._tp, self._clock = model_parts, tp, clock
         self._gathers_once, self._reduces_each = gathers_once, reduces_each
         self._schedule = None
+        self._tied: Callable[[], None] = lambda: None
         if world_mesh["pp"].size() > 1:
             group, mine = world_mesh["pp"].get_group(), stages_of(actions[world_mesh["pp"].get_local_rank()])
             n_stages = sum(len(stages_of(each)) for each in actions)
@@ -149,6 +152,9 @@ class Pipeline:
                 for m, i in zip(model_parts, mine)
             ]
             self._schedule = VarlenSchedule(stages, actions)
+            if model_parts[0].args.is_tied:
+                first, last = (next(r for r, a in enumerate(actions) if s in stages_of(a)) for s in (0, n_stages - 1))
+                self._tied = partial(sum_tied_gradients, model_parts, group, first, last)
 
     def forward_backward(self, micro_batches: list[MicroBatch], loss_scale: float) -> torch.Tensor:
         """Gradients of the step, accumulated into the parameters.
@@ -164,7 +170,9 @@ class Pipeline:
         self._clock.begin_step([f"{len(mb.lengths)} documents, {mb.n_tokens} tokens" for mb in micro_batches])
         if self._schedule is None:
             return self._accumulate(micro_batches, loss_scale)
-        return self._run(micro_batches, loss_scale, backward=True)
+        loss = self._run(micro_batches, loss_scale, backward=True)
+        self._tied()
+        return loss
 
     def _run(self, micro_batches: list[MicroBatch], loss_scale: float, backward: bool) -> torch.Tensor:
         assert self._schedule is not None

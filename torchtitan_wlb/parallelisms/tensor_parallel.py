@@ -72,7 +72,7 @@ def _local(weight: torch.Tensor, gradient: Placement | None = None) -> torch.Ten
 
 class _ColumnLinear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, _local(self.weight))
+        return F.linear(x, _local(self.weight), None if self.bias is None else _local(self.bias))
 
 
 class _RowLinear(nn.Linear):
@@ -86,7 +86,8 @@ class _HeadLinear(nn.Linear):
     rows: slice
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, _local(self.weight, Partial())[self.rows])
+        bias = None if self.bias is None else _local(self.bias, Partial())[self.rows]
+        return F.linear(x, _local(self.weight, Partial())[self.rows], bias)
 
 
 class _TokenNorm(nn.RMSNorm):
@@ -116,13 +117,14 @@ class _VocabHead(LossHead):
 
 
 class _Style(ParallelStyle):
-    """Makes the weight of a module a DTensor and gives it another class."""
+    """Makes the parameters of a module DTensors and gives it another class."""
 
     becomes: type[nn.Module]
     placement: Placement = Replicate()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.weight = nn.Parameter(distribute_tensor(module.weight, device_mesh, [self.placement]))
+        for name, p in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(distribute_tensor(p, device_mesh, [self.placement])))
         module.__class__ = self.becomes
         module.tokens = _Tokens(device_mesh)
         return module
@@ -157,7 +159,7 @@ class HeadTokens(_Style):
 
 
 class TokenNorm(_Style):
-    """RMSNorm of this rank's tokens: [1, T/CP/TP, dim] -> the same."""
+    """RMSNorm of this rank's tokens [1, T/CP/TP, dim], or of its heads [1, T/CP, H/TP, D]; the shape stays."""
 
     becomes = _TokenNorm
 
