@@ -15,7 +15,7 @@ from torchtitan_wlb.data.prepare import SourceSpec, apply_length_policy
 from torchtitan_wlb.data.sources import read_functions
 from torchtitan_wlb.data.step_builder import Layout, StepBuilder
 from torchtitan_wlb.data.synthetic import synthetic_lengths
-from torchtitan_wlb.data.tokenizer import _LLAMA3_PATTERN, Tokenizer
+from torchtitan_wlb.data.tokenizer import Tokenizer
 from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.loss import IGNORE_INDEX
 from torchtitan_wlb.packing.document_order import DocumentOrder, permute
@@ -231,21 +231,6 @@ def test_micro_batch_of_hand_written_documents(folder, tmp_path):
     assert mb.lengths == [7, 3] and mb.n_tokens == 12
     empty, _ = builder(d).micro_batch(as_spans([]))
     assert empty.n_tokens == 4 and (empty.labels == i).all() and empty.attention.sizes[:3].tolist() == [0, 0, 0]
-
-
-def test_tokenizers(tmp_path):
-    import base64
-
-    assert BYTES.n_ids == 258 and BYTES.encode_documents(["é", ""]) == [[256, 195, 169, 257], []]
-    ranks = {bytes([i]): i for i in range(256)} | {b"he": 256, b"ll": 257, b"hell": 258}
-    path = tmp_path / "tokenizer.model"
-    path.write_text("".join(f"{base64.b64encode(b).decode()} {i}\n" for b, i in ranks.items()))
-    t = Tokenizer(str(path), add_bos=True, add_eos=False, pattern=_LLAMA3_PATTERN)
-    assert t.encode_documents(["hello <|end_of_text|>"])[0][:3] == [259, 258, ord("o")]
-    assert t.decode(t.encode("hello wörld")) == "hello wörld"
-    assert (t.bos_id, t.eos_id, t.n_ids) == (259, 260, 515)
-    with pytest.raises(ConfigError, match=r"--model.tokenizer nothing: not a file; legal names are bytes"):
-        Tokenizer("nothing")
 
 
 def test_policy_counts():

@@ -31,10 +31,13 @@ class Model(Section):
     rope_original_context: Count = 8192
     """llama3, yarn: the window that the model was trained for before."""
     tokenizer: str = "bytes"
-    """`bytes` (every UTF-8 byte is a token), a tiktoken encoding name, or the path of a tiktoken rank file such as
-    Llama-3's tokenizer.model."""
+    """`bytes` (every UTF-8 byte is a token), a tiktoken encoding name, or the path of a tokenizer.json, of a tiktoken
+    rank file such as Llama-3's tokenizer.model, or of a Hugging Face folder with one of them."""
     tokenizer_pattern: str = ""
     """Expression that cuts text into words before the merges of a rank file; empty: Llama-3's, for its rank file."""
+    chat_template: str = ""
+    """Of conversations (training.dataset_format): chatml, llama3, the path of a .jinja file; empty: the one of the
+    tokenizer's folder."""
     attention: Literal["auto", "sdpa", "varlen", "flash", "fa3", "fa4"] = "auto"
     """Attention kernel: sdpa (any device), varlen (ATen flash attention, CUDA), flash (the flash-attn package,
     CUDA)."""
@@ -42,6 +45,10 @@ class Model(Section):
     """Put a begin-of-text token in front of every document."""
     add_eos: bool = True
     """Put an end-of-text token after every document."""
+    bos_token: str = ""
+    """Name of the begin-of-text token; empty: as the tokenizer's files say. A tokenizer without one adds none."""
+    eos_token: str = ""
+    """Name of the end-of-text token; empty: as the tokenizer's files say."""
 
 
 class Training(Section):
