@@ -140,6 +140,7 @@ def main(job_config: JobConfig) -> None:
         write_settings(dump_folder / "packing_settings.json", settings)
     plans = StepPlans(documents, settings, planner_state)
     about_run = {"settings": settings, "made_with": made_with, "rates": rates(job_config)}
+    about_run |= {"model": job_config.model, "args": model_args}
 
     # Process groups and the device mesh; from here on all ranks must agree on what they are about to do.
     comm = job_config.comm

@@ -53,7 +53,7 @@ def load_initial_weights(path: str, model_parts: Sequence[nn.Module], args: Mode
             return hf_name(name, args.is_tied)
         return f"model.{'tok_embeddings.weight' if args.is_tied and name == COPY else name}"
 
-    _compare(path, reader.read_metadata(), {outside(k): v for k, v in _shapes(args).items()}, args)
+    _compare(path, reader.read_metadata(), {outside(k): v for k, v in parameter_shapes(args).items()}, args)
     stored = cast(dict[str, TensorStorageMetadata], reader.read_metadata().state_dict_metadata)
     for part in model_parts:
         parameters = {outside(_WRAPPERS.sub("", name)): p.detach() for name, p in part.named_parameters()}
@@ -70,7 +70,7 @@ def load_initial_weights(path: str, model_parts: Sequence[nn.Module], args: Mode
     logger.info(f"Weights from {path}")
 
 
-def _shapes(args: ModelArgs) -> dict[str, torch.Size]:
+def parameter_shapes(args: ModelArgs) -> dict[str, torch.Size]:
     """{name: shape} of all parameters."""
     with torch.device("meta"):
         whole = Transformer(args, n_ids=args.n_ids, max_position=1)

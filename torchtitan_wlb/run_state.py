@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, TypeAdapter
 
-from torchtitan_wlb.config import JobConfig
+from torchtitan_wlb.config import JobConfig, Model
 from torchtitan_wlb.cost.profile import Profile
 from torchtitan_wlb.data.tokenizer import Tokenizer
 from torchtitan_wlb.errors import ConfigError, first_reason
@@ -46,6 +46,7 @@ class RunState(_Typed):
     Attributes:
         format: of this file.
         step: trained last. settings: what decides packing, resolved. planner: how far the documents are.
+        model: its section as configured. args: what it became.
         made_with: {flag: value as configured} of what else decides what is trained (see `identity`).
         rates: {flag: value as configured} of the optimizer and the schedule; on resume the configured ones count.
     """
@@ -54,6 +55,8 @@ class RunState(_Typed):
     step: PositiveInt
     settings: PackingSettings
     planner: PlannerState
+    model: Model
+    args: ModelArgs
     made_with: dict[str, str]
     rates: dict[str, str]
 

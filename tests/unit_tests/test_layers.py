@@ -14,7 +14,7 @@ FLOORS = [
     ["models"],
     ["context_parallel"],
     ["data"],
-    ["profiling"],
+    ["profiling", "generation"],
     ["parallelisms"],
     ["optimizer", "run_state", "layout_packing"],
     ["checkpoint"],

@@ -53,7 +53,13 @@ def made(c: JobConfig, steps=5) -> RunState:
     plan = list(itertools.islice(planner(settings), steps))[-1]
     made_with = identity(c, MODEL, Tokenizer("bytes"), None)
     return RunState(
-        step=steps, settings=settings, planner=PlannerState.model_validate(plan.state), made_with=made_with, rates={}
+        step=steps,
+        settings=settings,
+        planner=PlannerState.model_validate(plan.state),
+        model=c.model,
+        args=MODEL,
+        made_with=made_with,
+        rates={},
     )
 
 

@@ -13,6 +13,17 @@ from torchtitan_wlb.config import Model
 from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.models.model_args import VOCAB_MULTIPLE, ModelArgs, RopeScaling, llama_configs
 
+# Of a stretch of frequencies.
+_SCALING = {
+    "factor": "factor",
+    "low": "low_freq_factor",
+    "high": "high_freq_factor",
+    "fast": "beta_fast",
+    "slow": "beta_slow",
+    "attention_factor": "attention_factor",
+}
+_LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor")
+_YARN_KEYS = ("factor", "beta_fast", "beta_slow", "attention_factor")
 FAMILIES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 FAMILIES |= {"qwen3": "Qwen3ForCausalLM"}
 _NAMES = {
@@ -88,6 +99,7 @@ def read_hf_config(folder: str) -> ModelArgs:
         # rope_parameters since transformers 5.
         rope = {**c, **(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}
         args = ModelArgs(
+            family=family,
             dim=c["hidden_size"],
             n_layers=c["num_hidden_layers"],
             n_heads=c["num_attention_heads"],
@@ -110,6 +122,44 @@ def read_hf_config(folder: str) -> ModelArgs:
     if problems:
         raise ConfigError(*problems)
     return args
+
+
+def write_hf_config(args: ModelArgs, context: int, dtype: str) -> dict[str, Any]:
+    """The config.json of a model, as transformers of any version reads it.
+
+    Args:
+        context: tokens of the longest document. dtype: of the weights.
+    """
+    config = {
+        "architectures": [FAMILIES[args.family]],
+        "model_type": args.family,
+        "hidden_size": args.dim,
+        "num_hidden_layers": args.n_layers,
+        "num_attention_heads": args.n_heads,
+        "num_key_value_heads": args.n_kv_heads,
+        "head_dim": args.head_dim,
+        "intermediate_size": args.ffn_dim,
+        "vocab_size": args.n_ids,
+        "tie_word_embeddings": args.is_tied,
+        "hidden_act": "silu",
+        "rms_norm_eps": args.norm_eps,
+        "rope_theta": args.rope_theta,
+        "rope_scaling": None,
+        "max_position_embeddings": context,
+        "torch_dtype": dtype,
+        "attention_bias": False,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    if s := args.rope_scaling:
+        named = {theirs: getattr(s, ours) for ours, theirs in _SCALING.items() if getattr(s, ours)}
+        used = ("factor",) if s.kind == "linear" else _LLAMA3_KEYS if s.kind == "llama3" else _YARN_KEYS
+        config["rope_scaling"] = {"rope_type": s.kind, "original_max_position_embeddings": s.original_context} | {
+            k: v for k, v in named.items() if k in used
+        }
+    return config
 
 
 def find_model(model: Model) -> ModelArgs:
@@ -149,14 +199,6 @@ def _scaling(rope: dict[str, Any]) -> RopeScaling | None:
     unknown += [k for k in ("truncate",) if rope.get(k) is False]
     if unknown:
         raise ValueError(f"{', '.join(unknown)} of its rope scaling: not known here")
-    named = {
-        "factor": "factor",
-        "low": "low_freq_factor",
-        "high": "high_freq_factor",
-        "fast": "beta_fast",
-        "slow": "beta_slow",
-        "attention_factor": "attention_factor",
-    }
-    given = {ours: float(rope[theirs]) for ours, theirs in named.items() if rope.get(theirs) is not None}
+    given = {ours: float(rope[theirs]) for ours, theirs in _SCALING.items() if rope.get(theirs) is not None}
     original = rope.get("original_max_position_embeddings") or rope.get("max_position_embeddings") or 8192
     return RopeScaling(kind=cast(Any, kind), original_context=int(original), **given)

@@ -7,6 +7,7 @@ some layers left out. Between blocks activations are [1, T/CP, dim], with tensor
 
 import math
 import zlib
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -144,6 +145,11 @@ class Transformer(nn.Module):
         if self.norm is None or self.output is None:
             return h
         return self.output(self.norm(h), labels) * loss_scale
+
+    def tie(self) -> None:
+        """Let the head be the embedding where the model wants it and this stage has both; after what replaces them."""
+        if self.args.is_tied and self.output is not None and self.tok_embeddings is not None:
+            self.output.weight = cast(nn.Parameter, self.tok_embeddings.weight)
 
     @torch.no_grad()
     def init_weights(self, seed: int, device: torch.device) -> None:

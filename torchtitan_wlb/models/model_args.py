@@ -35,12 +35,14 @@ class ModelArgs(ModelShape):
     positions.
 
     Attributes:
+        family: model_type of Hugging Face.
         n_ids: ids in use; rows of the vocabulary above are padding.
         trained_context: tokens of the longest document that a pretrained model has seen, 0 where that is not known.
         has_qkv_bias: projections to q, k and v have a bias (Qwen2).
         has_qk_norm: q and k of every head are normed before they are turned (Qwen3).
     """
 
+    family: str = "llama"
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None

@@ -80,8 +80,7 @@ def parallelize_llama(
         inductor_config._micro_pipeline_tp = True
         enable_symmetric_memory(world_mesh["tp"].get_group().group_name)
     fsdp_mesh = parallel_dims.fsdp_mesh(world_mesh)
-    if model.args.is_tied and model.output is not None and model.tok_embeddings is not None:
-        model.output.register_parameter("weight", model.tok_embeddings.weight)  # type: ignore[arg-type]
+    model.tie()
     apply_fsdp(model, fsdp_mesh, param_dtype, reduce_dtype, reshard_after_forward, cpu_offload)
 
 
