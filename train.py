@@ -9,9 +9,7 @@ import math
 import os
 import sys
 import time
-from dataclasses import replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 from torchtitan_wlb.parent import end_with_parent
@@ -30,10 +28,11 @@ from torchtitan_wlb.cost.devices import DEVICES, find_device, peak_flops
 from torchtitan_wlb.cost.profile import build_cost_model, build_kernel_cost, read_profile
 from torchtitan_wlb.cost.step_time import stages_of
 from torchtitan_wlb.data.dataloader import StepPlans, build_dataloader, make_planner
-from torchtitan_wlb.data.documents import Documents, load_documents
+from torchtitan_wlb.data.documents import load_documents
 from torchtitan_wlb.data.step_builder import Layout, StepBuilder
 from torchtitan_wlb.data.tokenizer import build_tokenizer
 from torchtitan_wlb.errors import ConfigError
+from torchtitan_wlb.evaluation import evaluate, sets_of
 from torchtitan_wlb.folders import prove_writable, set_aside, take
 from torchtitan_wlb.initial_weights import load_initial_weights
 from torchtitan_wlb.layout_packing import batch_problems, reshards_parameters, resolve_packing
@@ -42,7 +41,6 @@ from torchtitan_wlb.metrics import ALL_SHARDINGS, MetricLogger
 from torchtitan_wlb.models.hf import resolve_model
 from torchtitan_wlb.models.kernels import select_kernel
 from torchtitan_wlb.optimizer import build_optimizers, lr_factor
-from torchtitan_wlb.packing.settings import PackingSettings
 from torchtitan_wlb.packing.tuning import tune
 from torchtitan_wlb.parallelisms.distributed import (
     check_agreement,
@@ -128,7 +126,7 @@ def main(job_config: JobConfig) -> None:
         logger.info(f"Documents of {name}: {shown} (long ones: {training.long_documents})")
     held_out = None
     if (validation := job_config.validation).enable:
-        held_out = load_documents(training, tokenizer, validation)
+        held_out = {name: load_documents(training, tokenizer, v) for name, v in sets_of(validation).items()}
 
     made_with["training.dataset_path"] = f"content {documents.content}"
     planner_state = None
@@ -336,7 +334,7 @@ def main(job_config: JobConfig) -> None:
             metrics.add(record, table)
             if held_out and step % validation.freq == 0:
                 pause = time.perf_counter()
-                metrics.add_validation(*evaluate(pipeline, held_out, settings, layout, validation.steps))
+                metrics.add_validation(evaluate(pipeline, held_out, settings, layout, validation.steps))
                 metrics.pause(time.perf_counter() - pause)
                 metrics.log()
             elif step % job_config.metrics.log_freq == 0 or step == first_step:
@@ -370,23 +368,6 @@ def main(job_config: JobConfig) -> None:
     dist.barrier()
     dist.destroy_process_group()
     logger.info(f"Done after step {step}, {time.perf_counter() - began:.1f} s")
-
-
-def evaluate(
-    pipeline: Pipeline, documents: Documents, settings: PackingSettings, layout: Layout, n: int
-) -> tuple[float, int]:
-    """(mean loss, targets) of the first n steps of a pass over held-out documents, packed with `plain`. All ranks call
-    it."""
-    held_out = replace(settings, strategy="plain", epochs=1)
-    device = next(pipeline.model_parts[0].parameters()).device
-    total, targets = torch.zeros((), dtype=torch.float64, device=device), 0
-    steps = build_dataloader(StepPlans(documents, held_out), StepBuilder(documents, held_out, layout))
-    for batch in islice(steps, n):
-        share = pipeline.evaluate([mb.to(device) for mb in batch.micro_batches], 1.0)
-        total += share.double() if layout.counts_loss else 0.0
-        targets += batch.n_targets
-    dist.all_reduce(total)
-    return total.item() / max(1, targets), targets
 
 
 if __name__ == "__main__":

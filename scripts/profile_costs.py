@@ -124,7 +124,7 @@ def check(config: JobConfig, profile: str, n: int, device: torch.device) -> dict
             "auto_outlier_thresholds": paper.thresholds,
             "imbalance_mean_wlb": measure(planner(wlb), 200, 50).imbalance_mean,
         }
-    model = Transformer(recipe.args, n_ids=recipe.tokenizer.n_ids, max_position=config.training.seq_len).to(device)
+    model = Transformer(recipe.args, n_ids=recipe.args.n_ids, max_position=config.training.seq_len).to(device)
     model.init_weights(0, device)
     unused = analytic_kernel_cost(DEVICES["cpu"], 1.0, 1.0)  # one rank has nothing to choose
     layout = Layout(
@@ -182,7 +182,7 @@ def main(argv: list[str]) -> None:
         "dtype": config.training.mixed_precision_param,
         "tp": tp,
         "attention": measure_attention(args, tp, dtype, device, longest),
-        "linear": measure_linear(args, recipe.tokenizer.n_ids, tp, dtype, device, longest),
+        "linear": measure_linear(args, recipe.args.n_ids, tp, dtype, device, longest),
     }
     write_results(arguments.out, profile)
     for row in profile["attention"]:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ from torchtitan_wlb.data.prepare import apply_length_policy
 from torchtitan_wlb.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.layout_packing import resolve_packing
-from torchtitan_wlb.models.hf import resolve_model
+from torchtitan_wlb.models.hf import find_model, resolve_model
 from torchtitan_wlb.models.model_args import ModelArgs
 from torchtitan_wlb.packing.document_order import DocumentOrder
 from torchtitan_wlb.packing.planner import StepPlanner
@@ -38,18 +38,22 @@ class Recipe:
 
     Attributes:
         dims: parallel degrees.
-        tokenizer, args: the model's, args with the vocabulary of the tokenizer.
+        args: the model, its vocabulary resolved.
         device: key of DEVICES. profile: of cost_model.profile, None without one.
         candidates: settings as configured; what is "auto" is open (see `tuned`).
     """
 
     config: JobConfig
     dims: ParallelDims
-    tokenizer: Tokenizer
     args: ModelArgs
     device: str
     profile: Profile | None
     candidates: list[PackingSettings]
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Its files need to be there for documents only, unless it decides the vocabulary."""
+        return build_tokenizer(self.config.model)
 
     @property
     def settings(self) -> PackingSettings:
@@ -110,14 +114,15 @@ def resolve_recipe(config: JobConfig, *, ranks: int = 0, seed: int | None = None
     p = config.parallelism
     least = p.data_parallel_replicate_degree * max(1, p.data_parallel_shard_degree) * p.context_parallel_degree
     least *= p.tensor_parallel_degree * p.pipeline_parallel_degree
+    config.checkpoint.initial_load_path = ""  # no script needs weights
     dims = validate(config, ranks or least)
-    tokenizer = build_tokenizer(config.model)
-    args = resolve_model(config.model, tokenizer.n_ids)
+    has_vocabulary = find_model(config.model).vocab_size != -1
+    args = resolve_model(config.model, 0 if has_vocabulary else build_tokenizer(config.model).n_ids)
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     device = find_device(config.cost_model.device, name, config.cost_model.profile)
     profile = read_profile(config.cost_model.profile, args, tp=dims.tp)
     cost = build_cost_model(profile, device, args, tp=dims.tp, cp=dims.cp)
-    return Recipe(config, dims, tokenizer, args, device, profile, list(resolve_packing(config, dims, cost, seed)))
+    return Recipe(config, dims, args, device, profile, list(resolve_packing(config, dims, cost, seed)))
 
 
 class Lengths:

@@ -223,6 +223,8 @@ def check_sources(config: JobConfig, dims: ParallelDims) -> Problems:
         yield f"--training.loss_mask_column {t.loss_mask_column}: a flat .bin file has no columns"
     if v.enable:
         yield from source_problems("validation", v.dataset, v.dataset_path, ())
+        if v.dataset_name and len(v.dataset_name) != len(v.dataset):
+            yield f"--validation.dataset_name {' '.join(v.dataset_name)}: one for each of {len(v.dataset)} sources"
 
 
 def source_problems(section: str, names, paths, weights) -> Problems:

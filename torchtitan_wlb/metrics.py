@@ -12,6 +12,7 @@ import torch
 from torchtitan_wlb.config import Metrics
 from torchtitan_wlb.context_parallel.selection import KINDS as SHARDINGS
 from torchtitan_wlb.cost.model_shape import ModelShape
+from torchtitan_wlb.evaluation import as_scalars, in_words, over_all
 from torchtitan_wlb.logger import Color, NoColor, logger
 from torchtitan_wlb.parallelisms.step_sums import read_steps
 
@@ -106,9 +107,10 @@ class MetricLogger:
         self._pairs += record["attended_pairs"]
         self._tables.append(table)
 
-    def add_validation(self, loss: float, targets: int) -> None:
-        """Put the loss over held-out documents into the record of the step that was added last."""
-        self._record |= {"validation_loss": loss, "validation_targets": targets}
+    def add_validation(self, sets: dict[str, dict]) -> None:
+        """Put the losses over held-out documents (evaluation.evaluate) into the record of the step added last."""
+        loss, targets = over_all(sets)
+        self._record |= {"validation_loss": loss, "validation_targets": targets, "validation": sets}
 
     def check(self) -> None:
         """Make sure, before a checkpoint, that all ranks trained the same plans since the last log."""
@@ -143,15 +145,15 @@ class MetricLogger:
         self._file.write(json.dumps(r, allow_nan=False) + "\n")
         self._file.flush()
         scalars = {k: v for k, v in r.items() if isinstance(v, (int, float)) and k != "step"}
+        scalars |= as_scalars(r.get("validation", {}))
         if self._tensorboard is not None:
             for k, v in scalars.items():
                 self._tensorboard.add_scalar(k, v, r["step"])
         if self._wandb is not None:
             self._wandb.log(scalars, step=r["step"])
         c = self.color
-        if "validation_loss" in r:
-            text = f"loss {_shown(r['validation_loss'], 0, 4)} over {r['validation_targets']:,} targets"
-            logger.info(f"{c.cyan}validation after step {r['step']}: {text}{c.reset}")
+        for name, result in r.get("validation", {}).items():
+            logger.info(f"{c.cyan}{name} after step {r['step']}: {in_words(result)}{c.reset}")
         mfu = "" if r["mfu"] is None else f"  {c.magenta}mfu {r['mfu']:6.2%}"
         logger.info(
             f"{c.red}step {r['step']:>5}  {c.green}loss {_shown(r['loss'], 7, 4)}  "

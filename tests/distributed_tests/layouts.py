@@ -15,6 +15,7 @@ from torchtitan_wlb.cost.devices import DEVICES
 from torchtitan_wlb.cost.kernel_cost import analytic_kernel_cost
 from torchtitan_wlb.cost.step_time import stages_of
 from torchtitan_wlb.data.micro_batch import pack_documents, padded_length
+from torchtitan_wlb.evaluation import add_losses, with_lengths
 from torchtitan_wlb.initial_weights import load_initial_weights
 from torchtitan_wlb.models.kernels import SDPA
 from torchtitan_wlb.models.llama import Transformer
@@ -60,6 +61,9 @@ class Case:
     @property
     def dims(self) -> ParallelDims:
         return ParallelDims(dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, cp=self.cp, tp=self.tp, pp=self.pp)
+
+
+EDGES = (4, 16, 64)  # of the buckets of lengths and positions in evaluation
 
 
 def make_documents() -> list[tuple[np.ndarray, np.ndarray]]:
@@ -140,9 +144,8 @@ def run_case(case: Case, documents, flip: tuple[int, int] | None, out: Path) -> 
             total = padded_length(sum(lengths), dims.cp, dims.tp, MULTIPLE)
             sharding = KINDS[number % 3] if case.sharding == "alternating" else case.sharding
             plan = choose_plan(lengths, total, dims.cp, sharding, KERNEL_COST)
-            micro_batches.append(
-                pack_documents([docs[i][0] for i in group], [docs[i][1] for i in group], plan, my["cp"])
-            )
+            mb = pack_documents([docs[i][0] for i in group], [docs[i][1] for i in group], plan, my["cp"])
+            micro_batches.append(with_lengths(mb, plan, my["cp"]))
             # (document, position) of every local token under sequence parallelism; -1 for padding
             real = [(i, t) for i, d in zip(group, lengths) for t in range(d)]
             owner = np.array(real + [(-1, -1)] * (total - sum(lengths)))
@@ -153,6 +156,12 @@ def run_case(case: Case, documents, flip: tuple[int, int] | None, out: Path) -> 
             saved["hidden"].append(list(hidden))
             saved["owners"] = owners
         return loss
+
+    def sum_up(losses, micro_batches, table) -> torch.Tensor:
+        for mb, of_tokens in zip(micro_batches, losses):
+            if my["tp"] == 0:
+                add_losses(table, mb, of_tokens, EDGES)
+        return torch.zeros(())
 
     def total(share: torch.Tensor) -> float:
         """The loss over all ranks."""
@@ -167,7 +176,10 @@ def run_case(case: Case, documents, flip: tuple[int, int] | None, out: Path) -> 
     # A step like that of train.py: not the first one, and right after a validation.
     step(documents)
     forget_gradients()
-    saved["validation_loss"] = total(step(documents, pipeline.evaluate))
+    table = torch.zeros(2, len(EDGES) + 1, len(EDGES) + 1, dtype=torch.float64)
+    step(documents, lambda micro_batches, _: sum_up(pipeline.evaluate(micro_batches), micro_batches, table))
+    dist.all_reduce(table)
+    saved["validation"] = table
     saved.update(hidden=[], owners=[])
     with torch.profiler.profile() if case.name in COUNTED else contextlib.nullcontext() as profile:
         saved["loss"] = total(step(documents))

@@ -53,3 +53,19 @@ def loss_and_gradients(weights, args: ModelArgs, n_ids: int, documents, dtype):
         loss = loss + F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / n_valid
     loss.backward()
     return loss.item(), {name: x.grad for name, x in w.items()}
+
+
+def losses_by_bucket(weights, args: ModelArgs, n_ids: int, documents, edges, dtype) -> torch.Tensor:
+    """[2, buckets of the length, buckets of the position]: summed losses and targets; a length of `edge` and a position
+    of `edge - 1` are the last in a bucket."""
+    w = {name: x.detach().to(dtype) for name, x in weights.items()}
+    table = torch.zeros(2, len(edges) + 1, len(edges) + 1, dtype=dtype)
+    for tokens, labels in documents:
+        logits = hidden_states(w, args, tokens) @ w["output.weight"][:n_ids].T
+        losses = F.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
+        of_length = sum(len(tokens) > edge for edge in edges)
+        for position, (loss, label) in enumerate(zip(losses, labels)):
+            of_position = sum(position >= edge for edge in edges)
+            table[0, of_length, of_position] += loss
+            table[1, of_length, of_position] += int(label != -100)
+    return table

@@ -10,9 +10,9 @@ import random
 import pytest
 import torch
 
-from tests.distributed_tests.layouts import ARGS, N_IDS, Case, initial_weights, make_documents, run_cases
+from tests.distributed_tests.layouts import ARGS, EDGES, N_IDS, Case, initial_weights, make_documents, run_cases
 from tests.distributed_tests.ranks import run_ranks
-from tests.distributed_tests.reference import hidden_states, loss_and_gradients
+from tests.distributed_tests.reference import hidden_states, loss_and_gradients, losses_by_bucket
 from torchtitan_wlb.parallelisms.schedules import (
     LOOPED_SCHEDULES,
     SPLIT_SCHEDULES,
@@ -156,8 +156,22 @@ def test_gradients_equal_the_reference(results, truth, name):
     norm = sum(g.square().sum() for g in exact.values()).sqrt().item()
     for rank in ranks:
         assert rank["loss"] == pytest.approx(loss, rel=2e-6)
-        assert rank["validation_loss"] == pytest.approx(loss, rel=2e-6)
         assert rank["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def buckets():
+    documents = [(torch.from_numpy(t), torch.from_numpy(y)) for t, y in make_documents()]
+    return losses_by_bucket(initial_weights(), ARGS, N_IDS, documents, EDGES, torch.float64)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_evaluation_by_length_and_position_equals_the_reference(results, buckets, name):
+    losses, targets = buckets
+    assert (targets > 0).sum() == 10  # no position is beyond its document
+    for rank in results(name):
+        assert torch.equal(rank["validation"][1], targets)
+        torch.testing.assert_close(rank["validation"][0], losses, rtol=2e-6, atol=0)
 
 
 def test_parameters_are_gathered_once_a_step_or_for_every_micro_batch(results):

@@ -222,7 +222,8 @@ def test_loggers_validation_profile_and_end_of_data(corpus, tmp_path):
     flags = [
         *corpus, *layout(pp=2), "--job.dump_folder", str(tmp_path), "--training.epochs", "1", "--training.steps", "100",
         "--metrics.enable_tensorboard", "--metrics.enable_wandb", "--profiling.enable_profiling", "--profiling.profile_freq", "3",
-        "--validation.enable", "--validation.dataset", "text", "--validation.dataset_path", corpus[5], "--validation.freq", "2",
+        "--validation.enable", "--validation.dataset", "text", "stdlib", "--validation.dataset_path", corpus[5], "",
+        "--validation.dataset_name", "same", "code", "--validation.freq", "2", "--validation.steps", "2",
         "--activation_checkpoint.mode", "none", "--metrics.time_micro_batches",
         "--parallelism.pipeline_parallel_schedule", "ZBVZeroBubble",
     ]  # fmt: skip
@@ -254,10 +255,17 @@ def test_loggers_validation_profile_and_end_of_data(corpus, tmp_path):
     # The same held-out documents before and after a step of training, so close to the training loss; and equal in another layout.
     validation = [e.value for e in events.Scalars("validation_loss")]
     written = [r["validation_loss"] for r in records if "validation_loss" in r]
-    assert (
-        written == pytest.approx(validation, rel=1e-6) and f"validation after step 2: loss {written[0]:.4f} over" in out
-    )
-    assert validation[0] == pytest.approx(records[2]["loss"], abs=0.5)
+    assert written == pytest.approx(validation, rel=1e-6)
+    sets = records[1]["validation"]
+    assert f"same after step 2: loss {sets['same']['loss']:.4f} over" in out and "code after step 2: loss" in out
+    assert sets["same"]["loss"] == pytest.approx(records[2]["loss"], abs=0.5)
+    for name in ("same", "code"):
+        for buckets in (sets[name]["by_length"], sets[name]["by_position"]):
+            assert sum(b["targets"] for b in buckets.values()) == sets[name]["targets"]
+        first = next(iter(sets[name]["by_position"]))
+        (value, *_) = events.Scalars(f"validation/{name}/position/{first}")
+        assert value.value == pytest.approx(sets[name]["by_position"][first]["loss"], rel=1e-6)
+    assert sum(s["targets"] for s in sets.values()) == records[1]["validation_targets"]
     one = [x if x != str(tmp_path) else str(tmp_path / "one") for x in flags if "wandb" not in x]
     train([*one, *layout(cp=2), "--training.steps", "2", "--activation_checkpoint.mode", "none"])
     events = EventAccumulator(str(tmp_path / "one/tb"))

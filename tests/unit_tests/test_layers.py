@@ -17,7 +17,7 @@ FLOORS = [
     ["profiling", "generation"],
     ["parallelisms"],
     ["optimizer", "run_state", "layout_packing"],
-    ["checkpoint"],
+    ["checkpoint", "evaluation"],
     ["initial_weights", "metrics", "config_manager", "config_checks"],
 ]
 WITHOUT_TORCH = ["errors", "logger", "config_types", "config", "config_manager", "cost", "packing"]

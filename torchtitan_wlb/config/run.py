@@ -150,14 +150,16 @@ class Validation(Section):
     """Source(s) of the validation documents."""
     dataset_path: Several[str] = ()
     """Their paths."""
+    dataset_name: Several[str] = ()
+    """Their names; sources of one name are one set, with a loss of its own. Empty: all are one set."""
     dataset_column: str = "text"
     """As training.dataset_column."""
     loss_mask_column: str = ""
     """As training.loss_mask_column."""
     freq: Count = 100
     """Steps between evaluations."""
-    steps: Count = 10
-    """Validation steps at most; the pass ends before when the documents do."""
+    steps: Natural = 10
+    """Steps of a set at most; the pass ends before when the documents do. 0: all documents."""
 
 
 class Debug(Section):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from torchtitan_wlb.loss import chunked_cross_entropy
+from torchtitan_wlb.loss import chunked_cross_entropy, token_losses
 from torchtitan_wlb.models.attention import AttentionMeta, PackedAttention
 from torchtitan_wlb.models.kernels import SDPA, Kernel
 from torchtitan_wlb.models.model_args import ModelArgs
@@ -82,8 +82,13 @@ class LossHead(nn.Module):
         self.n_ids, self.chunk = n_ids, chunk
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """x [1, T/CP, dim], labels [1, T/CP] -> loss summed over valid labels."""
-        return chunked_cross_entropy(x.squeeze(0), self.weight, labels[0], chunk=self.chunk, n_ids=self.n_ids)
+        """x [1, T/CP, dim], labels [1, T/CP] -> loss summed over valid labels; in evaluation of every token, [T/CP]."""
+        return self.loss(x, self.weight, labels)
+
+    def loss(self, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, group=None) -> torch.Tensor:
+        """weight [V/TP, dim]: this rank's rows; group: the tensor-parallel ranks, None for one."""
+        cross_entropy = chunked_cross_entropy if self.training else token_losses
+        return cross_entropy(x[0], weight, labels[0], chunk=self.chunk, n_ids=self.n_ids, group=group)
 
 
 class Transformer(nn.Module):
@@ -136,7 +141,8 @@ class Transformer(nn.Module):
             loss_scale: factor of the summed loss (1 / valid labels of the step).
 
         Returns:
-            Scaled loss, a scalar, on the last stage; activations [1, T/CP/TP, dim] on the others.
+            Scaled loss on the last stage, a scalar, or in evaluation one of every token, [T/CP]; activations
+            [1, T/CP/TP, dim] on the others.
         """
         rope = self.rope[positions[0]]
         h = self.tok_embeddings(x) if self.tok_embeddings is not None else x

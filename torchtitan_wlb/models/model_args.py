@@ -53,7 +53,10 @@ class ModelArgs(ModelShape):
 
 
 VOCAB_MULTIPLE = 128  # so that weights fit every tensor-parallel degree
-_LLAMA3: dict[str, Any] = {"rope_theta": 500_000.0, "rope_scaling": RopeScaling()}
+_LLAMA3: dict[str, Any] = {"rope_theta": 500_000.0, "rope_scaling": RopeScaling(), "vocab_size": 128_256}
+_LLAMA3 |= {"trained_context": 131_072}
+_QWEN3: dict[str, Any] = {"family": "qwen3", "has_qk_norm": True, "head_dim": 128, "rope_theta": 1e6, "norm_eps": 1e-6}
+_QWEN3 |= {"vocab_size": 151_936, "trained_context": 32_768}
 llama_configs = {
     "debugmodel": ModelArgs(dim=128, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=384),
     "debugmodel_wide": ModelArgs(dim=2048, n_layers=1, n_heads=16, n_kv_heads=8, ffn_dim=6144),
@@ -68,6 +71,18 @@ llama_configs = {
     "7B": ModelArgs(dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, ffn_dim=11008),
     "30B": ModelArgs(dim=7168, n_layers=48, n_heads=56, n_kv_heads=56, ffn_dim=19456),
     "70B": ModelArgs(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim=28672),
+    # Released models: the same as a folder with their config.json, for recipes that are read before it is there.
+    "llama3_1B": ModelArgs(
+        dim=2048,
+        n_layers=16,
+        n_heads=32,
+        n_kv_heads=8,
+        ffn_dim=8192,
+        is_tied=True,
+        **_LLAMA3 | {"rope_scaling": RopeScaling(factor=32.0)},
+    ),
     "llama3_8B": ModelArgs(dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, ffn_dim=14336, **_LLAMA3),
     "llama3_70B": ModelArgs(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim=28672, **_LLAMA3),
+    "qwen3_0.6B": ModelArgs(dim=1024, n_layers=28, n_heads=16, n_kv_heads=8, ffn_dim=3072, is_tied=True, **_QWEN3),
+    "qwen3_8B": ModelArgs(dim=4096, n_layers=36, n_heads=32, n_kv_heads=8, ffn_dim=12288, **_QWEN3),
 }

@@ -170,21 +170,19 @@ class Pipeline:
         self._clock.begin_step([f"{len(mb.lengths)} documents, {mb.n_tokens} tokens" for mb in micro_batches])
         if self._schedule is None:
             return self._accumulate(micro_batches, loss_scale)
-        loss = self._run(micro_batches, loss_scale, backward=True)
+        losses = self._run(micro_batches, loss_scale, backward=True)
         self._tied()
-        return loss
+        return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=micro_batches[0].tokens.device)
 
-    def _run(self, micro_batches: list[MicroBatch], loss_scale: float, backward: bool) -> torch.Tensor:
+    def _run(self, micro_batches: list[MicroBatch], loss_scale: float, backward: bool) -> list[torch.Tensor]:
         assert self._schedule is not None
-        losses = self._schedule.run(
+        return self._schedule.run(
             [mb.tokens for mb in micro_batches],
             [mb.labels for mb in micro_batches],
             [_kwargs(mb, loss_scale) for mb in micro_batches],
             [mb.tokens.shape[1] // self._tp for mb in micro_batches],
             backward,
         )
-        device = micro_batches[0].tokens.device
-        return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=device)
 
     def _accumulate(self, micro_batches: list[MicroBatch], loss_scale: float) -> torch.Tensor:
         (model,) = self.model_parts
@@ -211,15 +209,17 @@ class Pipeline:
         return total
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: list[MicroBatch], loss_scale: float) -> torch.Tensor:
-        """This rank's share of the mean loss, forward only."""
+    def evaluate(self, micro_batches: list[MicroBatch]) -> list[torch.Tensor]:
+        """The loss of every token, [T/CP] for each micro-batch, 0 where there is no target; forward only.
+
+        Returns:
+            In the order of the micro-batches, equal on tensor-parallel ranks; [] on ranks without the last stage.
+        """
         self._clock.begin_step(["validation"] * len(micro_batches))
         with _evaluation(self.model_parts):
-            if self._schedule is None:
-                return torch.stack(
-                    [self.model_parts[0](mb.tokens, **_kwargs(mb, loss_scale)) for mb in micro_batches]
-                ).sum()
-            return self._run(micro_batches, loss_scale, backward=False)
+            if self._schedule is not None:
+                return self._run(micro_batches, 1.0, backward=False)
+            return [self.model_parts[0](mb.tokens, **_kwargs(mb, 1.0)) for mb in micro_batches]
 
 
 @contextlib.contextmanager

@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from torchtitan_wlb.loss import chunked_cross_entropy
 from torchtitan_wlb.models.llama import LossHead
 from torchtitan_wlb.torch_private import all_gather, reduce_scatter, wait_tensor
 
@@ -111,9 +110,7 @@ class _VocabHead(LossHead):
     ranks: Any
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        x = self.tokens.gather(x).squeeze(0)
-        weight = _local(self.weight)
-        return chunked_cross_entropy(x, weight, labels[0], chunk=self.chunk, n_ids=self.n_ids, group=self.ranks)
+        return self.loss(self.tokens.gather(x), _local(self.weight), labels, self.ranks)
 
 
 class _Style(ParallelStyle):

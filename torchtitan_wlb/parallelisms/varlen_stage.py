@@ -162,7 +162,7 @@ class VarlenSchedule(PipelineScheduleRuntime):
             lengths: T/CP/TP of every micro-batch.
 
         Returns:
-            The losses of the micro-batches on the rank of the last stage, [] elsewhere.
+            What the last stage returned for every micro-batch, in order, on its rank; [] elsewhere.
         """
         self._has_backward = backward
         self.pipeline_order_with_comms = self._training if backward else self._evaluation
