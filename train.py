@@ -34,7 +34,7 @@ from torchtitan_wlb.data.tokenizer import build_tokenizer
 from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.evaluation import evaluate, sets_of
 from torchtitan_wlb.folders import prove_writable, set_aside, take
-from torchtitan_wlb.initial_weights import load_initial_weights
+from torchtitan_wlb.initial_weights import InitialWeights
 from torchtitan_wlb.layout_packing import batch_problems, reshards_parameters, resolve_packing
 from torchtitan_wlb.logger import init_logger, logger
 from torchtitan_wlb.metrics import ALL_SHARDINGS, MetricLogger
@@ -98,6 +98,13 @@ def main(job_config: JobConfig) -> None:
     kernel = select_kernel(device.type, dtype, job_config.model.attention)
     tokenizer = build_tokenizer(job_config.model)
     model_args = resolve_model(job_config.model, tokenizer.n_ids)
+    start = "" if checkpoint else job_config.checkpoint.initial_load_path
+    initial_weights = InitialWeights(start, model_args) if start else None
+    if start and model_args.trained_context and training.seq_len > model_args.trained_context:
+        logger.warning(
+            f"The model has seen documents of at most {model_args.trained_context:,} tokens, --training.seq_len is "
+            f"{training.seq_len:,}: see --model.rope_scaling"
+        )
     profile = read_profile(job_config.cost_model.profile, model_args, tp=parallel_dims.tp)
     cost = build_cost_model(profile, kind, model_args, tp=parallel_dims.tp, cp=parallel_dims.cp)
     candidates = list(resolve_packing(job_config, parallel_dims, cost))
@@ -240,8 +247,8 @@ def main(job_config: JobConfig) -> None:
     optimizers = build_optimizers(model_parts, job_config.optimizer)
 
     # State: weights and optimizer from the checkpoint, the documents from its planner's state.
-    if not checkpoint and job_config.checkpoint.initial_load_path:
-        load_initial_weights(job_config.checkpoint.initial_load_path, model_parts, model_args)
+    if initial_weights:
+        initial_weights.load(model_parts)
     checkpoints = None
     if job_config.checkpoint.enable:
         checkpoints = CheckpointManager(

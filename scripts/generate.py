@@ -16,7 +16,7 @@ from torchtitan_wlb.data.chat import ChatTemplate
 from torchtitan_wlb.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.generation import generate
-from torchtitan_wlb.initial_weights import load_initial_weights
+from torchtitan_wlb.initial_weights import InitialWeights
 from torchtitan_wlb.logger import init_logger
 from torchtitan_wlb.models.hf import resolve_model
 from torchtitan_wlb.models.kernels import select_kernel
@@ -46,7 +46,7 @@ def load_model(path: Path, args: ModelArgs, max_position: int, dtype: torch.dtyp
         model = Transformer(args, n_ids=args.n_ids, max_position=max_position, kernel=kernel)
     model.to_empty(device="cpu")
     model.tie()
-    load_initial_weights(str(path), [model], args)
+    InitialWeights(str(path), args).load([model])
     model.to(device=device, dtype=dtype)
     model.rope = rotary_table(args, max_position, device)  # in fp32, as in training
     return model.eval()

@@ -22,11 +22,11 @@ FAMILIES = {
 }
 
 
-def make_model(family: str, folder, dtype: torch.dtype = torch.float32):
+def make_model(family: str, folder, dtype: torch.dtype = torch.float32, **changed):
     """A model in a folder; norms and biases are no longer ones and zeros."""
     torch.manual_seed(0)
     config, more = FAMILIES[family]
-    model = transformers.AutoModelForCausalLM.from_config(config(**SIZES, **more))
+    model = transformers.AutoModelForCausalLM.from_config(config(**SIZES | more | changed))
     with torch.no_grad():
         for p in model.parameters():
             if p.ndim == 1:

@@ -230,7 +230,8 @@ class CheckpointManager:
             set_model_state_dict(part, {k: state["model"][saved(k)] for k in names}, options=_OPTIONS)
             if "optimizer" in state:
                 own = get_optimizer_state_dict(part, optimizer, options=_OPTIONS)
-                loaded = own | {k: state["optimizer"][saved(k)] for k in _only_tensors(own)}
+                # A copy of a tied matrix on the rank of the other one: the optimizers must not update one state twice.
+                loaded = own | {k: state["optimizer"][saved(k)].clone() for k in _only_tensors(own)}
                 set_optimizer_state_dict(part, optimizer, loaded, options=_OPTIONS)
         logger.info(f"Loaded {checkpoint}")
 

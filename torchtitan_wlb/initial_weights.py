@@ -2,6 +2,7 @@
 shards of whatever layout."""
 
 import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
@@ -10,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -26,48 +28,60 @@ _WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")
 _NO_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$")  # tables that old files hold
 
 
-def is_hf_folder(path: str) -> bool:
-    return any(Path(path).glob("*.safetensors"))
-
-
-def load_initial_weights(path: str, model_parts: Sequence[nn.Module], args: ModelArgs) -> None:
-    """Fill the parameters of this rank's stages. All ranks call it; none waits for another.
+class InitialWeights:
+    """A folder whose weights are those of a model: names and shapes are compared at once, before anything is built.
 
     Args:
         path: a folder with *.safetensors, or a folder step-N of CheckpointManager.
         args: of the whole model.
 
     Raises:
-        ConfigError: the folder is neither, or its weights are not those of the model: every missing, unknown and
-            misshapen one by name.
+        ConfigError: the folder is neither, is damaged, or holds other weights: every missing, unknown and misshapen one
+            by name.
     """
-    is_hf = is_hf_folder(path)
-    if not is_hf and not (Path(path) / ".metadata").is_file():
-        raise ConfigError(f"{_FLAG} {path}: neither a folder with *.safetensors nor a checkpoint folder step-N")
-    if not is_hf:
-        check_metadata(Path(path))
-    reader = HuggingFaceStorageReader(path) if is_hf else dcp.FileSystemReader(path)
 
-    def outside(name: str) -> str:
-        if is_hf:
-            return hf_name(name, args.is_tied)
-        return f"model.{'tok_embeddings.weight' if args.is_tied and name == COPY else name}"
+    def __init__(self, path: str, args: ModelArgs):
+        self.path, self.args = path, args
+        self.is_hf = any(Path(path).glob("*.safetensors"))
+        if not self.is_hf and not (Path(path) / ".metadata").is_file():
+            raise ConfigError(f"{_FLAG} {path}: neither a folder with *.safetensors nor a checkpoint folder step-N")
+        if not self.is_hf:
+            check_metadata(Path(path))
+        self._reader = HuggingFaceStorageReader(path) if self.is_hf else dcp.FileSystemReader(path)
+        try:
+            metadata = self._reader.read_metadata()
+        except Exception as error:  # whatever a reader says of a file that was cut or changed
+            raise ConfigError(f"{_FLAG} {path} cannot be read ({str(error)[:200]})") from None
+        _compare(path, metadata, {self._outside(k): v for k, v in parameter_shapes(args).items()}, args)
+        self._stored = cast(dict[str, TensorStorageMetadata], metadata.state_dict_metadata)
 
-    _compare(path, reader.read_metadata(), {outside(k): v for k, v in parameter_shapes(args).items()}, args)
-    stored = cast(dict[str, TensorStorageMetadata], reader.read_metadata().state_dict_metadata)
-    for part in model_parts:
-        parameters = {outside(_WRAPPERS.sub("", name)): p.detach() for name, p in part.named_parameters()}
-        # A vocabulary that is padded here only: read whole, cut into shards below.
-        whole = {k: torch.empty(stored[k].size) for k, p in parameters.items() if stored[k].size != p.shape}
-        dcp.load({**parameters, **whole}, storage_reader=reader, no_dist=True)
-        for name, rows in whole.items():
-            p = parameters[name]
-            padded = torch.zeros(p.shape, dtype=p.dtype)
-            padded[: len(rows)] = rows
-            if isinstance(p, DTensor):
-                padded = distribute_tensor(padded.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
-            p.copy_(padded)
-    logger.info(f"Weights from {path}")
+    def _outside(self, name: str) -> str:
+        """What a parameter of ours is called in the folder."""
+        if self.is_hf:
+            return hf_name(name, self.args.is_tied)
+        return f"model.{'tok_embeddings.weight' if self.args.is_tied and name == COPY else name}"
+
+    def load(self, model_parts: Sequence[nn.Module]) -> None:
+        """Fill the parameters of this rank's stages. All ranks call it; none waits for another."""
+        for part in model_parts:
+            parameters = {self._outside(_WRAPPERS.sub("", name)): p.detach() for name, p in part.named_parameters()}
+            # A vocabulary that is padded here only: read whole, cut into shards below.
+            sizes = {k: self._stored[k].size for k in parameters}
+            whole = {k: torch.empty(sizes[k]) for k, p in parameters.items() if sizes[k] != p.shape}
+            try:
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # every rank reads for itself
+                    dcp.load({**parameters, **whole}, storage_reader=self._reader, no_dist=True)
+            except (Exception, CheckpointException) as error:  # the latter is no Exception
+                raise ConfigError(f"{_FLAG} {self.path} cannot be loaded ({str(error)[:300]})") from None
+            for name, rows in whole.items():
+                p = parameters[name]
+                padded = torch.zeros(p.shape, dtype=p.dtype)
+                padded[: len(rows)] = rows
+                if isinstance(p, DTensor):
+                    padded = distribute_tensor(padded.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
+                p.copy_(padded)
+        logger.info(f"Weights from {self.path}")
 
 
 def parameter_shapes(args: ModelArgs) -> dict[str, torch.Size]:

@@ -16,7 +16,7 @@ from torchtitan_wlb.cost.kernel_cost import analytic_kernel_cost
 from torchtitan_wlb.cost.step_time import stages_of
 from torchtitan_wlb.data.micro_batch import pack_documents, padded_length
 from torchtitan_wlb.evaluation import add_losses, with_lengths
-from torchtitan_wlb.initial_weights import load_initial_weights
+from torchtitan_wlb.initial_weights import InitialWeights
 from torchtitan_wlb.models.kernels import SDPA
 from torchtitan_wlb.models.llama import Transformer
 from torchtitan_wlb.models.model_args import ModelArgs
@@ -122,7 +122,7 @@ def run_case(case: Case, documents, flip: tuple[int, int] | None, out: Path) -> 
     )  # fmt: skip
 
     if case.weights:
-        load_initial_weights(case.weights, models, args)
+        InitialWeights(case.weights, args).load(models)
     hidden: list[torch.Tensor] = []
     if models[-1].norm is not None:
 
