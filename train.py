@@ -127,13 +127,14 @@ def main(job_config: JobConfig) -> None:
         candidates = [kept]
 
     # Documents. The first process of a machine tokenises what is not in the cache, the others wait at a file lock.
-    documents = load_documents(training, tokenizer)
+    template = job_config.model.chat_template
+    documents = load_documents(training, tokenizer, chat_template=template)
     for name, counts in zip(training.dataset, documents.counts()):
         shown = ", ".join(f"{k} {v:,}" for k, v in counts.items())
         logger.info(f"Documents of {name}: {shown} (long ones: {training.long_documents})")
     held_out = None
     if (validation := job_config.validation).enable:
-        held_out = {name: load_documents(training, tokenizer, v) for name, v in sets_of(validation).items()}
+        held_out = {name: load_documents(training, tokenizer, v, template) for name, v in sets_of(validation).items()}
 
     made_with["training.dataset_path"] = f"content {documents.content}"
     planner_state = None

@@ -2,7 +2,7 @@
 
     python scripts/prepare_data.py --job.config_file F.toml [--section.key value ...]
 
-Training finds the result in training.dataset_cache. The processes are all cores of the machine.
+Training finds the result in training.dataset_cache. An interrupted preparation goes on where it was.
 """
 
 import sys
@@ -25,14 +25,16 @@ def main(argv: list[str]) -> None:
         raise ConfigError(*problems)
     began = time.perf_counter()
     tokenizer = build_tokenizer(config.model)
-    documents = load_documents(t, tokenizer)
+    documents = load_documents(t, tokenizer, chat_template=config.model.chat_template)
     for name, counts in zip(t.dataset, documents.counts()):
         print(f"{name}: " + ", ".join(f"{k} {v:,}" for k, v in counts.items()))
+    seconds = time.perf_counter() - began
     lengths = documents.lengths(np.arange(len(documents)))
     p50, p90, p99 = np.percentile(lengths, [50, 90, 99])
     print(
         f"{len(documents):,} documents of at most {t.seq_len:,} tokens: mean {lengths.mean():,.0f}, p50 {p50:,.0f}, "
-        f"p90 {p90:,.0f}, p99 {p99:,.0f}, max {lengths.max():,}; {time.perf_counter() - began:.1f} s"
+        f"p90 {p90:,.0f}, p99 {p99:,.0f}, max {lengths.max():,}; {seconds:.1f} s, "
+        f"{lengths.sum() / seconds:,.0f} tokens/s"
     )
 
 

@@ -67,7 +67,7 @@ class Recipe:
 
     def own_documents(self) -> Documents:
         """The documents of the recipe, from the cache or prepared now."""
-        return load_documents(self.config.training, self.tokenizer)
+        return load_documents(self.config.training, self.tokenizer, chat_template=self.config.model.chat_template)
 
     def own_planner(self) -> MakePlanner:
         """Planner on the documents of the recipe for given settings."""

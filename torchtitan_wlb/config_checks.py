@@ -8,8 +8,9 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path, PurePath
 
-from torchtitan_wlb.config import JobConfig
+from torchtitan_wlb.config import JobConfig, Training, Validation
 from torchtitan_wlb.cost.cost_model import CostModel
+from torchtitan_wlb.data.documents import PER_SOURCE
 from torchtitan_wlb.data.micro_batch import padded_length
 from torchtitan_wlb.data.sources import SOURCES
 from torchtitan_wlb.errors import ConfigError
@@ -216,6 +217,7 @@ def check_folders(config: JobConfig, dims: ParallelDims) -> Problems:
 def check_sources(config: JobConfig, dims: ParallelDims) -> Problems:
     t, v = config.training, config.validation
     yield from source_problems("training", t.dataset, t.dataset_path, t.dataset_weight)
+    yield from _per_source_problems("training", t)
     if t.loss_mask_column and not set(t.dataset) <= {"tokens"}:
         named = " ".join(t.dataset)
         yield f"--training.loss_mask_column {t.loss_mask_column}: works with tokens sources only, not {named}"
@@ -223,8 +225,20 @@ def check_sources(config: JobConfig, dims: ParallelDims) -> Problems:
         yield f"--training.loss_mask_column {t.loss_mask_column}: a flat .bin file has no columns"
     if v.enable:
         yield from source_problems("validation", v.dataset, v.dataset_path, ())
+        yield from _per_source_problems("validation", v)
         if v.dataset_name and len(v.dataset_name) != len(v.dataset):
             yield f"--validation.dataset_name {' '.join(v.dataset_name)}: one for each of {len(v.dataset)} sources"
+
+
+def _per_source_problems(section: str, of: Training | Validation) -> Problems:
+    for key in PER_SOURCE:
+        values = getattr(of, key)
+        if len(values) not in (1, len(of.dataset)):
+            yield f"--{section}.{key} {' '.join(values)}: one for all, or one for each of {' '.join(of.dataset)}"
+    texts = ("json", "parquet", "arrow", "hf")
+    for i, name in enumerate(of.dataset):
+        if of.dataset_format[i % len(of.dataset_format)] == "messages" and name not in texts and name in SOURCES:
+            yield f"--{section}.dataset_format messages: {name} has no conversations; legal are {', '.join(texts)}"
 
 
 def source_problems(section: str, names, paths, weights) -> Problems:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torchtitan_wlb.config import Validation
 from torchtitan_wlb.context_parallel.shard_plan import ShardPlan
 from torchtitan_wlb.data.dataloader import StepPlans, build_dataloader
-from torchtitan_wlb.data.documents import Documents
+from torchtitan_wlb.data.documents import PER_SOURCE, Documents
 from torchtitan_wlb.data.micro_batch import MicroBatch
 from torchtitan_wlb.data.step_builder import Layout, StepBuilder
 from torchtitan_wlb.loss import IGNORE_INDEX
@@ -43,8 +43,8 @@ def sets_of(validation: Validation) -> dict[str, Validation]:
     found = {}
     for name in dict.fromkeys(names):
         mine = [i for i, other in enumerate(names) if other == name]
-        per_source = ("dataset", "dataset_path", "dataset_name")
-        kept = {k: tuple(getattr(v, k)[i] for i in mine) for k in per_source if getattr(v, k)}
+        kept = {k: tuple(getattr(v, k)[i] for i in mine) for k in ("dataset", "dataset_path") if getattr(v, k)}
+        kept |= {k: tuple(values[i % len(values)] for i in mine) for k in PER_SOURCE if (values := getattr(v, k))}
         found[name] = v.model_copy(update=kept)
     return found
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, Te
 from torchtitan_wlb.checkpoint import CheckpointManager, check_metadata
 from torchtitan_wlb.config import Training, Validation
 from torchtitan_wlb.data.documents import Documents, load_documents
-from torchtitan_wlb.data.prepare import SourceSpec
+from torchtitan_wlb.data.source_spec import SourceSpec
 from torchtitan_wlb.data.tokenizer import Tokenizer
 from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.metrics import read_records
@@ -42,22 +42,22 @@ def write(path, content):
 
 HEADER = {"dtype": "uint16", "lengths": [4, 2]}
 CORPORA = {
-    "a number in a text column": ("parquet", {"a.parquet": {"text": [1, 2]}}, "dataset_column text: .*int64'. there, not text"),
-    "a number among texts": ("json", {"a.jsonl": '{"text": "a"}\n{"text": 5}\n'}, "holds Json.* there, not text"),
+    "a number in a text column": ("parquet", {"a.parquet": {"text": [1, 2]}}, r"a.parquet, row 0: text holds int there, not text"),
+    "a number among texts": ("json", {"a.jsonl": '{"text": "a"}\n{"text": 5}\n'}, r"a.jsonl, line 2: text holds int there, not text"),
     "a line cut short": ("json", {"a.jsonl": '{"text": "a"}\n', "b.jsonl": '{"text": "a"}\n{"te'}, r"b.jsonl, line 2: "),
-    "a line that is a list": ("json", {"a.jsonl": '{"text": "a"}\n[1]\n'}, r"a.jsonl, line 2: not an object|cannot be read"),
+    "a line that is a list": ("json", {"a.jsonl": '{"text": "a"}\n[1]\n'}, r"a.jsonl, line 2: not an object"),
     "a parquet file cut short": ("parquet", {"a.parquet": b"PAR1abc"}, r"a.parquet: .*"),
     "gzip that is none": ("json", {"a.jsonl.gz": b"nothing"}, r"a.jsonl.gz: Not a gzipped file"),
-    "zstandard that is none": ("json", {"a.jsonl.zst": b"nothing"}, r"a.jsonl.zst|cannot be read"),
+    "zstandard that is none": ("json", {"a.jsonl.zst": b"nothing"}, r"a.jsonl.zst: "),
     "no such column": ("json", {"a.jsonl": '{"body": "a"}\n'}, r"dataset_column text: not in json .*, which has body"),
     "nothing of the kind": ("parquet", {"README.md": "hello"}, "no file found for --training.dataset parquet"),
     "only empty texts": ("json", {"a.jsonl": '{"text": ""}\n'}, "no document with a target is left"),
-    "a null id": ("tokens", {"a.parquet": {"text": [[1, None, 3]]}}, "row 0 has an id that is null"),
-    "an id beyond 32 bits": ("tokens", {"a.parquet": {"text": [[1, 2**40]]}}, "row 0 has an id that is null or too large"),
+    "a null id": ("tokens", {"a.parquet": {"text": [[1, None, 3]]}}, "row 0: has an id that is null"),
+    "an id beyond 32 bits": ("tokens", {"a.parquet": {"text": [[1, 2**40]]}}, "row 0: has an id that is null or too large"),
     "an id beyond the vocabulary": ("tokens", {"a.parquet": {"text": [[1, 999]]}}, "has ids 1 to 999, --model.tokenizer has 0"),
     "a negative id": ("tokens", {"a.parquet": {"text": [[1, -5]]}}, "has ids -5 to 1"),
-    "text for ids": ("tokens", {"a.parquet": {"text": ["x"]}}, "dataset_column text: .*string'. there, not lists of integers"),
-    "floats for ids": ("tokens", {"a.parquet": {"text": [[1.5]]}}, "not lists of integers"),
+    "text for ids": ("tokens", {"a.parquet": {"text": ["x"]}}, r"a.parquet, row 0: text does not hold lists of integers"),
+    "floats for ids": ("tokens", {"a.parquet": {"text": [[1.5]]}}, "row 0: text does not hold lists of integers"),
     "objects": ("tokens", {"a.bin": b"12345678" * 8, "a.json": json.dumps(HEADER | {"dtype": "object"})}, "dtype: Input should be"),
     "float ids": ("tokens", {"a.bin": b"12", "a.json": json.dumps(HEADER | {"dtype": "float32"})}, "dtype: Input should be"),
     "negative lengths": ("tokens", {"a.bin": b"12", "a.json": json.dumps(HEADER | {"lengths": [4, -3]})}, "lengths.1: Input"),
@@ -124,16 +124,16 @@ def test_validation_has_columns_of_its_own(tmp_path):
     write(tmp_path / "train.parquet", {"ids": [[1, 2, 3, 4]], "mask": [[1, 1, 1, 1]]})
     write(tmp_path / "held.jsonl", '{"body": "hello"}\n')
     training = Training(
-        dataset=("tokens",), dataset_path=(str(tmp_path / "train.parquet"),), dataset_column="ids", loss_mask_column="mask",
+        dataset=("tokens",), dataset_path=(str(tmp_path / "train.parquet"),), dataset_column=("ids",), loss_mask_column="mask",
         dataset_cache=str(tmp_path / "cache"), seq_len=8,
     )  # fmt: skip
     held = Validation(
-        enable=True, dataset=("json",), dataset_path=(str(tmp_path / "held.jsonl"),), dataset_column="body"
+        enable=True, dataset=("json",), dataset_path=(str(tmp_path / "held.jsonl"),), dataset_column=("body",)
     )
     assert load_documents(training, BYTES).counts()[0]["tokens"] == 4
     assert load_documents(training, BYTES, held).counts()[0]["tokens"] == 7
     with refused(r"--validation.dataset_column text: not in json"):
-        load_documents(training, BYTES, held.model_copy(update={"dataset_column": "text"}))
+        load_documents(training, BYTES, held.model_copy(update={"dataset_column": ("text",)}))
 
 
 def damage(path, how):

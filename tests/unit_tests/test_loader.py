@@ -18,7 +18,7 @@ from torchtitan_wlb.cost.kernel_cost import analytic_kernel_cost
 from torchtitan_wlb.cost.step_time import without_pipelining
 from torchtitan_wlb.data.dataloader import StepPlans, build_dataloader
 from torchtitan_wlb.data.documents import Documents
-from torchtitan_wlb.data.prepare import SourceSpec
+from torchtitan_wlb.data.source_spec import SourceSpec
 from torchtitan_wlb.data.step_builder import Layout, StepBuilder
 from torchtitan_wlb.data.tokenizer import Tokenizer
 from torchtitan_wlb.packing.objective import StepObjective

@@ -53,14 +53,27 @@ class Model(Section):
 
 class Training(Section):
     dataset: Several[str] = ("stdlib",)
-    """Sources to train on, one or several: stdlib, stdlib_files, text, json, parquet, tokens, hf, synthetic (see
-    torchtitan_wlb/data/sources.py)."""
+    """Sources to train on, one or several: stdlib, stdlib_files, text, json (also compressed), parquet, arrow, hf,
+    tokens, megatron, synthetic (see torchtitan_wlb/data/sources.py)."""
     dataset_path: Several[str] = ()
     """For every source its path, glob, Hugging Face name or length distribution; empty for stdlib."""
     dataset_weight: Several[PositiveFloat] = ()
     """For every source its share of the tokens; empty means equal shares."""
-    dataset_column: str = "text"
-    """Text column of json, parquet and hf sources (a column of token ids for `tokens`)."""
+    dataset_column: Several[str] = ("text",)
+    """Text column of json, parquet, arrow and hf sources, or a template over columns such as "{title}\n\n{text}"; the
+    conversations of messages; token ids of `tokens`. One for all sources, or one each."""
+    dataset_format: Several[Literal["text", "messages"]] = ("text",)
+    """What the column holds; messages: conversations, of which what the assistant says is learnt (model.chat_template).
+    One for all sources, or one each."""
+    dataset_config: Several[str] = ("",)
+    """Of hf sources: configuration of the dataset. One for all sources, or one each."""
+    dataset_split: Several[str] = ("train",)
+    """Of hf sources: split of the dataset. One for all sources, or one each."""
+    bad_rows: Literal["fail", "skip"] = "fail"
+    """What a row that cannot be read does (broken JSON, no such column, another type). skip: it is counted, the first
+    ones are named."""
+    prepare_processes: CountOrAuto = -1
+    """Processes that tokenise; -1: as many as the job has processors."""
     loss_mask_column: str = ""
     """Column with one 0 or 1 per token; tokens marked 0 are context only, not targets. Only for `tokens` sources."""
     dataset_cache: str = ".cache/torchtitan_wlb"

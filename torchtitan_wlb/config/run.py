@@ -152,8 +152,14 @@ class Validation(Section):
     """Their paths."""
     dataset_name: Several[str] = ()
     """Their names; sources of one name are one set, with a loss of its own. Empty: all are one set."""
-    dataset_column: str = "text"
+    dataset_column: Several[str] = ("text",)
     """As training.dataset_column."""
+    dataset_format: Several[Literal["text", "messages"]] = ("text",)
+    """As training.dataset_format."""
+    dataset_config: Several[str] = ("",)
+    """As training.dataset_config."""
+    dataset_split: Several[str] = ("train",)
+    """As training.dataset_split."""
     loss_mask_column: str = ""
     """As training.loss_mask_column."""
     freq: Count = 100

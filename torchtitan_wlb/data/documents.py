@@ -4,7 +4,6 @@ Both are memory-mapped: opening costs milliseconds and no memory of the corpus' 
 ranks do not import the datasets library, and may happen from any thread.
 """
 
-import os
 import re
 from pathlib import Path
 
@@ -13,8 +12,10 @@ import numpy as np
 from torchtitan_wlb.config import Training, Validation
 from torchtitan_wlb.data.prepare import START as FIRST
 from torchtitan_wlb.data.prepare import STOP as END
-from torchtitan_wlb.data.prepare import SourceSpec, TableAbout, open_store, prepare
+from torchtitan_wlb.data.prepare import TableAbout, open_store, prepare
+from torchtitan_wlb.data.source_spec import SourceSpec
 from torchtitan_wlb.data.token_store import TokenStore
+from torchtitan_wlb.data.tokenize_parts import usable_processors
 from torchtitan_wlb.data.tokenizer import Tokenizer
 from torchtitan_wlb.errors import ConfigError, first_reason
 from torchtitan_wlb.packing.spans import ID, START, STOP
@@ -37,10 +38,10 @@ class Documents:
         weights: list[float],
         tokenizer: Tokenizer,
         cache: str,
-        num_proc: int = 1,
+        processes: int = 1,
     ):
         self._specs, self.weights = specs, weights
-        paths = [prepare(spec, tokenizer, cache, num_proc) for spec in specs]
+        paths = [prepare(spec, tokenizer, cache, processes) for spec in specs]
         opened = [_open(spec, folder, table) for spec, (folder, table) in zip(specs, paths)]
         self._stores, self._tables, self._about = zip(*opened)
         self.sizes = [t.shape[1] for t in self._tables]
@@ -134,21 +135,43 @@ def _open(spec: SourceSpec, folder: Path, table: Path) -> tuple[TokenStore, np.n
     return store, documents, about
 
 
-def load_documents(t: Training, tokenizer: Tokenizer, held_out: Validation | None = None) -> Documents:
+PER_SOURCE = ("dataset_column", "dataset_format", "dataset_config", "dataset_split")  # one for all, or one each
+
+
+def load_documents(
+    t: Training, tokenizer: Tokenizer, held_out: Validation | None = None, chat_template: str = ""
+) -> Documents:
     """Prepare (or find in the cache) and map the documents to train on, or those held out.
 
     Args:
         t: context window, policy and cache of both.
+        chat_template: model.chat_template.
     """
     of = held_out or t
-    specs = [
-        SourceSpec(name, path, of.dataset_column, of.loss_mask_column, t.seq_len, t.long_documents)
-        for name, path in zip(of.dataset, of.dataset_path or [""] * len(of.dataset))
-    ]
+    specs = []
+    for i, (name, path) in enumerate(zip(of.dataset, of.dataset_path or [""] * len(of.dataset))):
+        column, format, config, split = (values[i % len(values)] for values in (getattr(of, k) for k in PER_SOURCE))
+        specs.append(
+            SourceSpec(
+                name,
+                path,
+                column,
+                of.loss_mask_column,
+                t.seq_len,
+                t.long_documents,
+                format,
+                chat_template,
+                config,
+                split,
+                t.bad_rows,
+                held_out is not None,
+            )
+        )
     weights = [1.0] * len(specs) if held_out else list(t.dataset_weight or [1.0] * len(specs))
+    processes = usable_processors() if t.prepare_processes == -1 else t.prepare_processes
     try:
-        return Documents(specs, weights, tokenizer, t.dataset_cache, os.cpu_count() or 1)
+        return Documents(specs, weights, tokenizer, t.dataset_cache, processes)
     except ConfigError as error:
         section = "validation" if held_out else "training"
-        flag = r"--training\.(?=(dataset|dataset_path|dataset_column|loss_mask_column)\b)"
+        flag = r"--training\.(?=(dataset|dataset_\w+|loss_mask_column)\b)"
         raise ConfigError(*(re.sub(flag, f"--{section}.", p) for p in error.problems)) from error

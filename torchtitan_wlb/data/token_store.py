@@ -2,6 +2,7 @@
 `content()`, a hash of all of it."""
 
 import hashlib
+import struct
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
@@ -108,6 +109,36 @@ class FlatTokens:
         return _hash([self._ids, self.row_lengths])
 
 
+class MegatronTokens(FlatTokens):
+    """X.bin of ids with X.idx beside it, as Megatron writes them: one document a document there, of one or several
+    sequences that follow each other in the file."""
+
+    _TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+
+    def __init__(self, path: Path):
+        try:
+            index = path.with_suffix(".idx").read_bytes()
+            magic, version, code, n, entries = struct.unpack_from("<9sQBQQ", index)
+            if magic != b"MMIDIDX\0\0" or version != 1 or code not in self._TYPES:
+                raise ValueError("it is none, or of another version or type of ids")
+            lengths = np.frombuffer(index, np.int32, n, 34)
+            starts = np.frombuffer(index, np.int64, n, 34 + 4 * n)
+            bounds = np.frombuffer(index, np.int64, entries, 34 + 12 * n)
+            self._ids = np.memmap(path, dtype=self._TYPES[code], mode="r")
+            ends = np.append(np.cumsum(lengths, dtype=np.int64), 0)[np.arange(-1, n)]  # with 0 in front
+            if (lengths < 0).any() or (starts != ends[:-1] * self._ids.itemsize).any() or ends[-1] != len(self._ids):
+                raise ValueError(f"its sequences are not what lies in {path.name} one after the other")
+            if bounds[:1].tolist() != [0] or bounds[-1] != n or (np.diff(bounds) < 0).any():
+                raise ValueError("its documents are not all of its sequences in order")
+            self._offsets = ends[bounds]
+            rows = np.diff(self._offsets)
+            if (rows >= 2**31).any():
+                raise ValueError("a document has more than 2^31 ids")
+        except (OSError, ValueError, struct.error) as error:
+            raise ConfigError(f"--training.dataset_path {path}: its .idx cannot be used ({error})") from error
+        self.row_lengths = rows.astype(np.int32)
+
+
 class SyntheticTokens:
     """Random bytes with given lengths, made when they are read."""
 
@@ -129,4 +160,4 @@ class SyntheticTokens:
         raise NotImplementedError("synthetic documents have no loss mask")
 
 
-TokenStore = ArrowTokens | FlatTokens | SyntheticTokens
+TokenStore = ArrowTokens | FlatTokens | SyntheticTokens  # MegatronTokens is flat

@@ -1,0 +1,225 @@
+"""Files of a source as parts, and the rows of a part.
+
+A part is about 32 MB of input that one process reads, in order: lines of a JSON file, one compressed file, row groups
+of a Parquet file, an Arrow file, a group of text files, rows of a Hugging Face dataset. Parts depend on names and sizes
+alone, so the documents are the same with any number of processes.
+"""
+
+import contextlib
+import gzip
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torchtitan_wlb.errors import ConfigError
+
+PART_BYTES = 32 << 20
+_ROWS = 64  # of a table that are Python objects at once
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some rows of some files.
+
+    Attributes:
+        paths: one file, or several whole ones (of text).
+        start, stop: bytes of a JSON file, row groups of a Parquet file, rows of a dataset; -1 for all.
+        size: bytes, for the progress bar.
+    """
+
+    paths: tuple[str, ...]
+    start: int
+    stop: int
+    size: int
+
+
+# Where it stands, or what says so; {column: value}, or the exception that reading it raised.
+Row = tuple[str | Callable[[], str], Any]
+
+
+def parts_of_texts(files: Sequence[str]) -> list[Part]:
+    """Groups of whole files."""
+    parts, group, size = [], [], 0
+    for path in files:
+        group.append(path)
+        size += Path(path).stat().st_size
+        if size >= PART_BYTES or len(group) == 4096:
+            parts.append(Part(tuple(group), -1, -1, size))
+            group, size = [], 0
+    return [*parts, Part(tuple(group), -1, -1, size)] if group else parts
+
+
+def parts_of_tables(files: Sequence[str]) -> list[Part]:
+    """Parts of JSON, Parquet and Arrow files.
+
+    Raises:
+        ConfigError: a Parquet file without a readable footer.
+    """
+    parts = []
+    for path in files:
+        size = Path(path).stat().st_size
+        if path.endswith(".parquet"):
+            parts += _row_groups(path)
+        elif path.endswith((".json", ".jsonl")) and not _is_array(path):
+            starts = range(0, max(size, 1), PART_BYTES)
+            parts += [Part((path,), s, min(s + PART_BYTES, size), min(PART_BYTES, size - s)) for s in starts]
+        else:
+            parts.append(Part((path,), -1, -1, size))
+    return parts
+
+
+def _row_groups(path: str) -> list[Part]:
+    import pyarrow.parquet as pq
+
+    with _readable(path):
+        about = pq.read_metadata(path)
+    parts, first, size = [], 0, 0
+    for i in range(about.num_row_groups):
+        size += about.row_group(i).total_byte_size
+        if size >= PART_BYTES or i == about.num_row_groups - 1:
+            parts.append(Part((path,), first, i + 1, size))
+            first, size = i + 1, 0
+    return parts
+
+
+def _is_array(path: str) -> bool:
+    """Whether a JSON file is one list of rows, not one row a line."""
+    with open(path, "rb") as file:
+        return path.endswith(".json") and file.read(4096).lstrip()[:1] == b"["
+
+
+@contextlib.contextmanager
+def _readable(path: str):
+    """A file that is cut short or of another kind is the end of it, in one line."""
+    try:
+        yield
+    except Exception as error:  # whatever a reader says of a file that is not what it should be
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"--training.dataset_path: {path}: {(str(error).splitlines() or [''])[0][:300]}") from None
+
+
+def rows_of_table(part: Part, columns: Sequence[str]) -> Iterator[Row]:
+    """The rows of a part of a JSON, Parquet or Arrow file; of tables only the columns wanted are read.
+
+    Raises:
+        ConfigError: the file cannot be read, or its schema has no such column.
+    """
+    (path,) = part.paths
+    with _readable(path):
+        if path.endswith(".parquet"):
+            yield from _rows_of_parquet(part, columns)
+        elif path.endswith(".arrow"):
+            yield from _rows_of_arrow(path, columns)
+        else:
+            yield from _rows_of_json(part)
+
+
+def check_columns(where: str, has: Sequence[str], columns: Sequence[str]) -> None:
+    if missing := [c for c in columns if c not in has]:
+        raise ConfigError(f"--training.dataset_column {missing[0]}: not in {where}, which has {', '.join(has)}")
+
+
+def _rows_of_parquet(part: Part, columns: Sequence[str]) -> Iterator[Row]:
+    import pyarrow.parquet as pq
+
+    (path,) = part.paths
+    with pq.ParquetFile(path) as file:
+        check_columns(path, file.schema_arrow.names, columns)
+        number = sum(file.metadata.row_group(i).num_rows for i in range(part.start))
+        groups = range(part.start, part.stop)
+        for batch in file.iter_batches(_ROWS, row_groups=list(groups), columns=list(columns)):
+            for row in batch.to_pylist():
+                yield f"{path}, row {number}", row
+                number += 1
+
+
+def _rows_of_arrow(path: str, columns: Sequence[str]) -> Iterator[Row]:
+    import pyarrow as pa
+
+    with pa.memory_map(path) as file:
+        try:
+            reader = pa.ipc.open_stream(file)
+            batches: Iterator = iter(reader)
+        except pa.ArrowInvalid:
+            reader = pa.ipc.open_file(file)
+            batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
+        check_columns(path, reader.schema.names, columns)
+        number = 0
+        for batch in batches:
+            batch = batch.select(list(columns))
+            for start in range(0, batch.num_rows, _ROWS):
+                for row in batch.slice(start, _ROWS).to_pylist():
+                    yield f"{path}, row {number}", row
+                    number += 1
+
+
+def _rows_of_json(part: Part) -> Iterator[Row]:
+    (path,) = part.paths
+    if part.start >= 0:
+        yield from (_parse(where, line) for where, line in _lines(path, part.start, part.stop))
+        return
+    with _open(path) as file:
+        head = file.read(1)
+        while head.isspace():
+            head = file.read(1)
+        if head == b"[":
+            for number, row in enumerate(json.loads(head + file.read())):
+                yield _checked(f"{path}, row {number}", row)
+        else:
+            for number, line in enumerate(_with_head(head, file), 1):
+                if line.strip():
+                    yield _parse(f"{path}, line {number}", line)
+
+
+def _with_head(head: bytes, file) -> Iterator[bytes]:
+    if head:
+        yield head + file.readline()
+    yield from file
+
+
+def _open(path: str):
+    if path.endswith(".gz"):
+        return gzip.open(path, "rb")
+    if path.endswith(".zst"):
+        import io
+
+        import zstandard
+
+        return io.BufferedReader(zstandard.open(path, "rb"))
+    return open(path, "rb")
+
+
+def _lines(path: str, start: int, stop: int) -> Iterator[tuple[Callable[[], str], bytes]]:
+    """(where, line) of the lines that begin in [start, stop)."""
+    with open(path, "rb") as file:
+        if start:
+            file.seek(start - 1)
+            file.readline()  # the line that began before
+        while (at := file.tell()) < stop:
+            if (line := file.readline()).strip():
+                yield partial(_line_name, path, at), line
+
+
+def _line_name(path: str, at: int) -> str:
+    """Of the line that begins at a byte; counted only where it is told."""
+    with open(path, "rb") as file:
+        count, left = 1, at
+        while left:
+            block = file.read(min(left, 1 << 20))
+            count, left = count + block.count(b"\n"), left - len(block)
+    return f"{path}, line {count}"
+
+
+def _parse(where, line: bytes) -> Row:
+    try:
+        return _checked(where, json.loads(line))
+    except (ValueError, RecursionError) as error:
+        return where, ValueError(str(error))
+
+
+def _checked(where, row: Any) -> Row:
+    return where, row if isinstance(row, dict) else ValueError("not an object")
