@@ -218,11 +218,6 @@ def check_sources(config: JobConfig, dims: ParallelDims) -> Problems:
     t, v = config.training, config.validation
     yield from source_problems("training", t.dataset, t.dataset_path, t.dataset_weight)
     yield from _per_source_problems("training", t)
-    if t.loss_mask_column and not set(t.dataset) <= {"tokens"}:
-        named = " ".join(t.dataset)
-        yield f"--training.loss_mask_column {t.loss_mask_column}: works with tokens sources only, not {named}"
-    if t.loss_mask_column and any(path.endswith(".bin") for path in t.dataset_path):
-        yield f"--training.loss_mask_column {t.loss_mask_column}: a flat .bin file has no columns"
     if v.enable:
         yield from source_problems("validation", v.dataset, v.dataset_path, ())
         yield from _per_source_problems("validation", v)
@@ -231,6 +226,10 @@ def check_sources(config: JobConfig, dims: ParallelDims) -> Problems:
 
 
 def _per_source_problems(section: str, of: Training | Validation) -> Problems:
+    if (column := of.loss_mask_column) and not set(of.dataset) <= {"tokens"}:
+        yield f"--{section}.loss_mask_column {column}: works with tokens sources only, not {' '.join(of.dataset)}"
+    if column and any(path.endswith(".bin") for path in of.dataset_path):
+        yield f"--{section}.loss_mask_column {column}: a flat .bin file has no columns"
     for key in PER_SOURCE:
         values = getattr(of, key)
         if len(values) not in (1, len(of.dataset)):

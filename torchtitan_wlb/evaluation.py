@@ -139,8 +139,9 @@ def over_all(sets: dict[str, dict]) -> tuple[float | None, int]:
 def in_words(result: dict) -> str:
     """One line for the console: loss, and perplexity by position."""
     if result["loss"] is None:
-        return "no target"
-    perplexity = ", ".join(f"{name} {math.exp(min(r['loss'], 700)):.3g}" for name, r in result["by_position"].items())
+        return f"no loss over {result['targets']:,} targets"
+    losses = {name: r["loss"] for name, r in result["by_position"].items() if r["loss"] is not None}
+    perplexity = ", ".join(f"{name} {math.exp(min(loss, 700)):.3g}" for name, loss in losses.items())
     return f"loss {result['loss']:.4f} over {result['targets']:,} targets; perplexity by position: {perplexity}"
 
 

@@ -23,6 +23,13 @@ def _shown(value: float | None, width: int, digits: int) -> str:
     return f"{'-':>{width}}" if value is None else f"{value:{width}.{digits}f}"
 
 
+def _without_nan(value: Any) -> Any:
+    """JSON has no NaN: null is in its place."""
+    if isinstance(value, dict):
+        return {k: _without_nan(v) for k, v in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def read_records(path: Path) -> list[dict[str, Any]]:
     """Records of a metrics.jsonl; lines that are none (such as a last one that a crash cut short) are left out and
     named."""
@@ -141,7 +148,7 @@ class MetricLogger:
 
     def _write(self, r: dict[str, Any]) -> None:
         assert self._file is not None
-        r = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in r.items()}  # JSON has no NaN
+        r = _without_nan(r)
         self._file.write(json.dumps(r, allow_nan=False) + "\n")
         self._file.flush()
         scalars = {k: v for k, v in r.items() if isinstance(v, (int, float)) and k != "step"}

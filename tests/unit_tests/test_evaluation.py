@@ -35,7 +35,7 @@ def test_buckets_are_read_with_their_targets():
     assert empty == {"loss": None, "targets": 0, "by_length": {}, "by_position": {}}
     sets = {"web": result, "none": empty}
     assert over_all(sets) == (12 / 5, 5) and over_all({"none": empty}) == (None, 0)
-    assert in_words(empty) == "no target"
+    assert in_words(empty) == "no loss over 0 targets"
     assert in_words(result) == "loss 2.4000 over 5 targets; perplexity by position: 0-256 15.6, 256-1K 2.72"
     assert as_scalars(sets) == {
         "validation/web/loss": 12 / 5,

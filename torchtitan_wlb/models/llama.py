@@ -88,7 +88,7 @@ class LossHead(nn.Module):
     def loss(self, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, group=None) -> torch.Tensor:
         """weight [V/TP, dim]: this rank's rows; group: the tensor-parallel ranks, None for one."""
         cross_entropy = chunked_cross_entropy if self.training else token_losses
-        return cross_entropy(x[0], weight, labels[0], chunk=self.chunk, n_ids=self.n_ids, group=group)
+        return cross_entropy(x.squeeze(0), weight, labels[0], chunk=self.chunk, n_ids=self.n_ids, group=group)
 
 
 class Transformer(nn.Module):
