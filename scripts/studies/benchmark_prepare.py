@@ -4,8 +4,8 @@
 
 1. Peak memory of one process that tokenises 20 MB as 10,000 documents of 2 KB and as 40 of 0.5 MB.
 2. Tokens/s with 1 and 2 processes, interleaved with `datasets.load_dataset(...).map(...)`, medians over rounds; both
-   from a process that has just started, with everything that it imports. The tokenizer, a byte-level BPE, is learned here
-   from the standard library.
+   from a process that has just started, with everything that it imports. The tokenizer, a byte-level BPE, is learned
+   here from the standard library.
 """
 
 import argparse
