@@ -8,11 +8,12 @@ import contextlib
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,9 +23,10 @@ from torchtitan_wlb.data.source_spec import SourceSpec
 from torchtitan_wlb.data.tokenizer import Tokenizer
 from torchtitan_wlb.errors import ConfigError
 from torchtitan_wlb.logger import init_logger, logger
+from torchtitan_wlb.parent import end_with_parent
 
 _BATCH = 1 << 20  # ids that wait to be written
-_SHOWN = 5  # bad rows that are named
+_SHOWN = 5  # bad rows of a part that are named
 
 
 class PartWriter:
@@ -52,11 +54,10 @@ class PartWriter:
         has_mask = bool(self.spec.loss_mask_column) or self.spec.format == "messages"
         types = {"input_ids": pa.list_(pa.int32())} | ({"loss_mask": pa.list_(pa.int8())} if has_mask else {})
         schema = pa.schema(types)
-        rows = tokens = 0
-        bad: list[str] = []
+        rows = tokens = bad_rows = 0
         kept: list[list] = [[] for _ in types]
         waiting = 0
-        unfinished = self.path(number).with_suffix(".unfinished")
+        unfinished = self.path(number).with_suffix(f".{os.getpid()}.unfinished")
         with pa.OSFile(str(unfinished), "wb") as file, pa.ipc.new_stream(file, schema) as out:
             for where, row in self._rows(part):
                 try:
@@ -64,7 +65,8 @@ class PartWriter:
                         raise row
                     encoded = self.encoder(row)
                 except (ValueError, TypeError, KeyError) as error:
-                    bad.append(self._told(where, error))
+                    bad_rows += 1
+                    self._bad_row(where, error, is_told=bad_rows <= _SHOWN)
                     continue
                 for column, values in zip(kept, encoded):
                     column.append(values)
@@ -74,19 +76,22 @@ class PartWriter:
                     kept, waiting = [[] for _ in types], 0
             if kept[0]:
                 out.write_batch(_batch(kept, schema))
-        counts = {"rows": rows, "tokens": tokens, "bad_rows": len(bad)}
-        self.path(number).with_suffix(".json").write_text(json.dumps(counts))
+        counts = {"rows": rows, "tokens": tokens, "bad_rows": bad_rows}
+        about = unfinished.with_suffix(".about")
+        about.write_text(json.dumps(counts))
+        about.rename(self.path(number).with_suffix(".json"))
         unfinished.rename(self.path(number))
-        for message in bad[:_SHOWN]:
-            logger.warning(f"Skipped: {message}")
         return counts
 
-    def _told(self, where, error: Exception) -> str:
-        """A bad row in words, if it may be skipped."""
+    def _bad_row(self, where: str | Callable[[], str], error: Exception, is_told: bool) -> None:
+        """Name it, if it may be skipped."""
+        if self.spec.bad_rows == "skip" and not is_told:  # to find its line costs time
+            return
         where = where if isinstance(where, str) else where()
         message = f"{where}: {str(error)[:300]}"
         if self.spec.bad_rows == "skip":
-            return message
+            logger.warning(f"Skipped: {message}")
+            return
         if isinstance(error, MissingColumn):
             flag = f"--training.dataset_column {error.column}: not in {self.spec.name}"
             raise ConfigError(f"{flag} {where}, which has {', '.join(error.has)}")
@@ -166,13 +171,14 @@ def tokenize_parts(writer: PartWriter, parts: Sequence[Part], processes: int) ->
             with lock:
                 progress.add(parts[i].size, counts["tokens"])
 
-    try:
-        with ThreadPoolExecutor(processes) as pool:
+    with ThreadPoolExecutor(processes) as pool:
+        try:
             for _ in pool.map(work, workers):
                 pass
-    finally:
-        for worker in workers:
-            worker.end()
+        finally:  # before the pool waits for its threads, which wait for them
+            stop.set()
+            for worker in workers:
+                worker.end()
 
 
 class _Worker:
@@ -212,6 +218,8 @@ class _Worker:
 
 def _serve() -> None:
     """A worker: parts by number from standard input, counts to standard output."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one who asks ends this
+    end_with_parent(whoever=True)
     replies, sys.stdout = sys.stdout, sys.stderr
     init_logger()
     writer, parts = pickle.load(sys.stdin.buffer)
