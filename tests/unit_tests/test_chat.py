@@ -48,6 +48,20 @@ def test_ids_and_masks_are_those_of_transformers(folder, talk):
     assert said == "".join(m["content"] + "<|im_end|>" for m in talk if m["role"] == "assistant")
 
 
+def test_chatml_is_what_models_were_trained_with():
+    ids, _ = ChatTemplate("chatml", Tokenizer("bytes")).encode(TALKS[0])
+    assert bytes(ids).decode() == (
+        "<|im_start|>user\nWhat is 1 + 1?<|im_end|>\n<|im_start|>assistant\nTwo, I think: 1 + 1 = 2<|im_end|>\n"
+    )
+    t = Tokenizer("bytes")
+    text = ChatTemplate("llama3", t).render(TALKS[0], add_generation_prompt=True)
+    assert text.replace("\ufdd0", "").replace("\ufdd1", "") == (
+        "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nWhat is 1 + 1?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\nTwo, I think: 1 + 1 = 2<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
+
+
 @pytest.mark.parametrize("talk", TALKS)
 def test_a_template_without_marks_learns_what_each_turn_adds(folder, tmp_path, talk):
     (tmp_path / "t.jinja").write_text(PLAIN)

@@ -31,9 +31,9 @@ A, B = '{"text": "ab"}\n', '{"text": "c"}\n'
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 
 
-def megatron(lengths, documents, dtype=np.uint16, code=8, magic=b"MMIDIDX\0\0") -> dict:
+def megatron(lengths, documents, dtype=np.uint16, code=8, magic=b"MMIDIDX\0\0", gap=0) -> dict:
     ids = np.arange(sum(lengths), dtype=dtype) % 250
-    starts = np.cumsum([0, *lengths[:-1]]) * ids.itemsize
+    starts = np.cumsum([0, *lengths[:-1]]) * ids.itemsize + gap * np.arange(len(lengths))
     head = struct.pack("<9sQBQQ", magic, 1, code, len(lengths), len(documents))
     index = head + b"".join(np.array(x, t).tobytes() for x, t in ((lengths, "i4"), (starts, "i8"), (documents, "i8")))
     return {"a.bin": ids.tobytes(), "a.idx": index}
@@ -105,6 +105,7 @@ ZOO = {
     "megatron of another magic": ("megatron", megatron([5], [0, 1], magic=b"MMIDIDY\0\0"), {}, r"its .idx cannot be used"),
     "megatron index cut short": ("megatron", {k: v[:-9] if k == "a.idx" else v for k, v in megatron([5], [0, 1]).items()}, {}, r"its .idx cannot be used"),
     "megatron ids cut short": ("megatron", {k: v[:-4] if k == "a.bin" else v for k, v in megatron([5], [0, 1]).items()}, {}, r"its sequences are not what lies"),
+    "megatron sequences that do not follow each other": ("megatron", megatron([5, 3], [0, 1, 2], gap=2), {}, r"its sequences are not what lies"),
     "megatron documents out of order": ("megatron", megatron([5, 3], [0, 2, 1]), {}, r"its documents are not all"),
 }  # fmt: skip
 
@@ -286,3 +287,16 @@ def test_a_preparation_that_is_killed_goes_on(tmp_path):
         load_documents(training.model_copy(update={"dataset_cache": str(tmp_path / "cache")}), BYTES).content
         == alone.content
     )
+
+
+def test_many_parts_fit_a_small_limit_of_open_files(tmp_path):
+    write(tmp_path / "corpus", {f"{i:04}.jsonl": A for i in range(300)})
+    code = (
+        "import resource, sys; from torchtitan_wlb.data import token_store as s; from pathlib import Path;"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (128, resource.getrlimit(resource.RLIMIT_NOFILE)[1]));"
+        "print(len(s.ArrowTokens(Path(sys.argv[1])).row_lengths))"
+    )
+    load("json", tmp_path / "corpus", tmp_path / "cache")
+    (folder,) = (tmp_path / "cache").glob("*/tokens")
+    done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
+    assert done.stdout == "300\n"

@@ -16,7 +16,7 @@ BUILT_IN = {
     "chatml": (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n"
         "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
-        "{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+        "{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     ),
     "llama3": (

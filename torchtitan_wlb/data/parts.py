@@ -16,7 +16,7 @@ from typing import Any
 
 from torchtitan_wlb.errors import ConfigError
 
-PART_BYTES = 32 << 20
+PART_BYTES = 32 << 20  # at most; of a small source a 64th, so that several processes have work
 _ROWS = 64  # of a table that are Python objects at once
 
 
@@ -40,13 +40,18 @@ class Part:
 Row = tuple[str | Callable[[], str], Any]
 
 
+def _part_bytes(files: Sequence[str]) -> int:
+    total = sum(Path(path).stat().st_size for path in files)
+    return min(PART_BYTES, max(total // 64, 1 << 20))
+
+
 def parts_of_texts(files: Sequence[str]) -> list[Part]:
     """Groups of whole files."""
-    parts, group, size = [], [], 0
+    parts, group, size, limit = [], [], 0, _part_bytes(files)
     for path in files:
         group.append(path)
         size += Path(path).stat().st_size
-        if size >= PART_BYTES or len(group) == 4096:
+        if size >= limit or len(group) == 4096:
             parts.append(Part(tuple(group), -1, -1, size))
             group, size = [], 0
     return [*parts, Part(tuple(group), -1, -1, size)] if group else parts
@@ -58,20 +63,20 @@ def parts_of_tables(files: Sequence[str]) -> list[Part]:
     Raises:
         ConfigError: a Parquet file without a readable footer.
     """
-    parts = []
+    parts, limit = [], _part_bytes(files)
     for path in files:
         size = Path(path).stat().st_size
         if path.endswith(".parquet"):
-            parts += _row_groups(path)
+            parts += _row_groups(path, limit)
         elif path.endswith((".json", ".jsonl")) and not _is_array(path):
-            starts = range(0, max(size, 1), PART_BYTES)
-            parts += [Part((path,), s, min(s + PART_BYTES, size), min(PART_BYTES, size - s)) for s in starts]
+            starts = range(0, max(size, 1), limit)
+            parts += [Part((path,), s, min(s + limit, size), min(limit, size - s)) for s in starts]
         else:
             parts.append(Part((path,), -1, -1, size))
     return parts
 
 
-def _row_groups(path: str) -> list[Part]:
+def _row_groups(path: str, limit: int) -> list[Part]:
     import pyarrow.parquet as pq
 
     with _readable(path):
@@ -79,7 +84,7 @@ def _row_groups(path: str) -> list[Part]:
     parts, first, size = [], 0, 0
     for i in range(about.num_row_groups):
         size += about.row_group(i).total_byte_size
-        if size >= PART_BYTES or i == about.num_row_groups - 1:
+        if size >= limit or i == about.num_row_groups - 1:
             parts.append(Part((path,), first, i + 1, size))
             first, size = i + 1, 0
     return parts

@@ -2,6 +2,7 @@
 `content()`, a hash of all of it."""
 
 import hashlib
+import resource
 import struct
 from collections.abc import Iterable
 from functools import cached_property
@@ -23,6 +24,14 @@ def _hash(arrays: Iterable[np.ndarray]) -> str:
     return h.hexdigest()
 
 
+def _allow_open_files(n: int) -> None:
+    """A file that is mapped stays open: raise the limit of this process where n more would not fit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and n + 512 > soft:
+        wanted = n + 512 if hard == resource.RLIM_INFINITY else min(n + 512, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 class ArrowTokens:
     """Rows of token ids (and optional 0/1 masks) in Arrow files, sliced without copying."""
 
@@ -31,7 +40,9 @@ class ArrowTokens:
 
         self._ids: list[tuple[np.ndarray, np.ndarray]] = []
         self._masks: list[tuple[np.ndarray, np.ndarray]] = []
-        for path in sorted(folder.glob("*.arrow")):
+        files = sorted(folder.glob("*.arrow"))
+        _allow_open_files(len(files))
+        for path in files:
             table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
             for name, chunks in (("input_ids", self._ids), ("loss_mask", self._masks)):
                 if name in table.column_names:
