@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 
-from torchtitan_wlb.config_checks import source_problems
+from torchtitan_wlb.config_checks import per_source_problems, source_problems
 from torchtitan_wlb.config_manager import exit_on_config_error, load_config
 from torchtitan_wlb.data.documents import load_documents
 from torchtitan_wlb.data.tokenizer import build_tokenizer
@@ -21,7 +21,8 @@ from torchtitan_wlb.logger import init_logger
 def main(argv: list[str]) -> None:
     config = load_config(argv)
     t = config.training
-    if problems := list(source_problems("training", t.dataset, t.dataset_path, t.dataset_weight)):
+    problems = list(source_problems("training", t.dataset, t.dataset_path, t.dataset_weight))
+    if problems := problems + list(per_source_problems("training", t)):
         raise ConfigError(*problems)
     began = time.perf_counter()
     tokenizer = build_tokenizer(config.model)

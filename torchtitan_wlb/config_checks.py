@@ -11,6 +11,7 @@ from pathlib import Path, PurePath
 from torchtitan_wlb.config import JobConfig, Training, Validation
 from torchtitan_wlb.cost.cost_model import CostModel
 from torchtitan_wlb.data.documents import PER_SOURCE
+from torchtitan_wlb.data.encode import fields_of
 from torchtitan_wlb.data.micro_batch import padded_length
 from torchtitan_wlb.data.sources import SOURCES
 from torchtitan_wlb.errors import ConfigError
@@ -217,15 +218,15 @@ def check_folders(config: JobConfig, dims: ParallelDims) -> Problems:
 def check_sources(config: JobConfig, dims: ParallelDims) -> Problems:
     t, v = config.training, config.validation
     yield from source_problems("training", t.dataset, t.dataset_path, t.dataset_weight)
-    yield from _per_source_problems("training", t)
+    yield from per_source_problems("training", t)
     if v.enable:
         yield from source_problems("validation", v.dataset, v.dataset_path, ())
-        yield from _per_source_problems("validation", v)
+        yield from per_source_problems("validation", v)
         if v.dataset_name and len(v.dataset_name) != len(v.dataset):
             yield f"--validation.dataset_name {' '.join(v.dataset_name)}: one for each of {len(v.dataset)} sources"
 
 
-def _per_source_problems(section: str, of: Training | Validation) -> Problems:
+def per_source_problems(section: str, of: Training | Validation) -> Problems:
     if (column := of.loss_mask_column) and not set(of.dataset) <= {"tokens"}:
         yield f"--{section}.loss_mask_column {column}: works with tokens sources only, not {' '.join(of.dataset)}"
     if column and any(path.endswith(".bin") for path in of.dataset_path):
@@ -234,6 +235,11 @@ def _per_source_problems(section: str, of: Training | Validation) -> Problems:
         values = getattr(of, key)
         if len(values) not in (1, len(of.dataset)):
             yield f"--{section}.{key} {' '.join(values)}: one for all, or one for each of {' '.join(of.dataset)}"
+    for column in of.dataset_column:
+        try:
+            fields_of(column)
+        except ConfigError as error:
+            yield from (p.replace("--training.", f"--{section}.") for p in error.problems)
     texts = ("json", "parquet", "arrow", "hf")
     for i, name in enumerate(of.dataset):
         if of.dataset_format[i % len(of.dataset_format)] == "messages" and name not in texts and name in SOURCES:

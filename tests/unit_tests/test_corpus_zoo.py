@@ -46,6 +46,23 @@ def arrow(table, kind) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
+def frames(*texts) -> bytes:
+    return b"".join(zstandard.compress(text.encode()) for text in texts)
+
+
+def half_a_frame(text: str) -> bytes:
+    """What is written until then of a frame that goes on."""
+    out = zstandard.ZstdCompressor().compressobj()
+    return out.compress(text.encode()) + out.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+
+
+NOT_UTF8 = pa.table(
+    {
+        "text": pa.Array.from_buffers(
+            pa.string(), 3, [None, *(pa.py_buffer(x) for x in (np.array([0, 1, 2, 3], np.int32).tobytes(), b"a\xffb"))]
+        )
+    }
+)
 TEXTS = pa.table({"text": ["ab", "c"], "meta": [1, 2]})
 # name: (source, files, more of the spec, documents or message)
 ZOO = {
@@ -92,7 +109,16 @@ ZOO = {
     "a list cut short": ("json", {"a.json": f"[{A},"}, {}, r"a.json: "),
     "gzip cut short": ("json", {"a.jsonl.gz": gzip.compress((A * 99).encode())[:-9]}, {}, r"a.jsonl.gz: "),
     "gzip cut short is never skipped": ("json", {"a.jsonl.gz": gzip.compress((A * 99).encode())[:-9]}, {"bad_rows": "skip"}, r"a.jsonl.gz: "),
-    "zstandard cut short": ("json", {"a.jsonl.zst": zstandard.compress((A * 99).encode())[:-5]}, {}, r"a.jsonl.zst: |no document"),
+    "zstandard cut short": ("json", {"a.jsonl.zst": frames(A * 400, A * 600)[:-9]}, {"bad_rows": "skip"}, r"a.jsonl.zst: ends before"),
+    "zstandard cut short after a whole line": ("json", {"a.jsonl.zst": half_a_frame(A * 400)}, {"bad_rows": "skip"}, r"a.jsonl.zst: ends before"),
+    "zstandard in several frames": ("json", {"a.jsonl.zst": frames(A * 400, B * 3)}, {}, 403),
+    "a json list with a byte order mark": ("json", {"a.json": b"\xef\xbb\xbf" + f"[{A},{B}]".encode()}, {}, 2),
+    "compressed with a byte order mark": ("json", {"a.jsonl.gz": gzip.compress(b"\xef\xbb\xbf" + (A + B).encode())}, {}, 2),
+    "invalid UTF-8 in parquet": ("parquet", {"a.parquet": NOT_UTF8}, {}, r"a.parquet, row 1: .*can't decode"),
+    "invalid UTF-8 in parquet, skipped": ("parquet", {"a.parquet": NOT_UTF8}, {"bad_rows": "skip"}, 2),
+    "ids that are true or false": ("tokens", {"a.jsonl": '{"text": [true, false]}\n'}, {}, r"line 1: text does not hold lists of integers"),
+    "a null in a mask": ("tokens", {"a.jsonl": '{"text": [1, 2], "m": [1, null]}\n'}, {"loss_mask_column": "m"}, r"line 1: m has an id that is null"),
+    "a template without a name": ("json", {"a.jsonl": A}, {"column": "{}"}, r"dataset_column \{\}: \{\} is no column"),
     "parquet without the column": ("parquet", {"a.parquet": pa.table({"body": ["x"]})}, {}, r"dataset_column text: not in .*a.parquet, which has body"),
     "arrow without the column": ("arrow", {"a.arrow": arrow(pa.table({"body": ["x"]}), "file")}, {}, r"dataset_column text: not in .*a.arrow, which has body"),
     "arrow that is none": ("arrow", {"a.arrow": b"nothing"}, {}, r"a.arrow: "),
@@ -138,7 +164,14 @@ def test_the_zoo(tmp_path, kind):
         assert len(d) == expected
         assert counts["tokens_read"] == counts["tokens"] + counts["dropped_tokens"] + counts["no_target_tokens"]
         if more.get("bad_rows"):
-            lines = sum(content.count(b"\n" if isinstance(content, bytes) else "\n") for content in files.values())
+            lines = sum(
+                content.num_rows
+                if isinstance(content, pa.Table)
+                else len(bytes(content, "utf8").splitlines())
+                if isinstance(content, str)
+                else content.count(b"\n")
+                for content in files.values()
+            )
             assert counts["rows"] + counts["bad_rows"] == lines and counts["bad_rows"] > 0
         return
     with pytest.raises(ConfigError) as error:
@@ -155,6 +188,10 @@ def test_what_is_read(tmp_path):
 
     assert first("a template") == "T: !" and first("jsonl") == "ab" and first("sub-folders, in order") == "c"
     assert first("surrogates and escapes") == "\ufffd 😀 \0"
+    globbed = (
+        write(tmp_path / "g", {"a.jsonl": A, "_b.jsonl": "x", "_t/c.jsonl": "x", "s/d.jsonl": B}) / "**" / "*.jsonl"
+    )
+    assert len(load("json", globbed, tmp_path / "cache")) == 2
     d = load("megatron", write(tmp_path / "m", megatron([5, 3, 4], [0, 1, 3])) / "a.bin", tmp_path / "cache")
     assert d.tokens(0, 0, 5).tolist() == [0, 1, 2, 3, 4] and d.tokens(1, 0, 7).tolist() == [5, 6, 7, 8, 9, 10, 11]
 

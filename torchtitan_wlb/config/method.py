@@ -60,7 +60,7 @@ class Training(Section):
     dataset_weight: Several[PositiveFloat] = ()
     """For every source its share of the tokens; empty means equal shares."""
     dataset_column: Several[str] = ("text",)
-    """Text column of json, parquet, arrow and hf sources, or a template over columns such as "{title}\n\n{text}"; the
+    """Text column of json, parquet, arrow and hf sources, or a template over columns such as "{title}: {text}"; the
     conversations of messages; token ids of `tokens`. One for all sources, or one each."""
     dataset_format: Several[Literal["text", "messages"]] = ("text",)
     """What the column holds; messages: conversations, of which what the assistant says is learnt (model.chat_template).

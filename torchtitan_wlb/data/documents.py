@@ -150,6 +150,8 @@ def load_documents(
     of = held_out or t
     specs = []
     for i, (name, path) in enumerate(zip(of.dataset, of.dataset_path or [""] * len(of.dataset))):
+        if name == "megatron":  # its .bin, its .idx or what both begin with
+            path = path.removesuffix(".idx").removesuffix(".bin") + ".bin"
         column, format, config, split = (values[i % len(values)] for values in (getattr(of, k) for k in PER_SOURCE))
         specs.append(
             SourceSpec(

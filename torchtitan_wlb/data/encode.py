@@ -16,9 +16,12 @@ def fields_of(column: str) -> list[str]:
     if "{" not in column:
         return [column]
     try:
-        return list(dict.fromkeys(name for _, name, _, _ in string.Formatter().parse(column) if name is not None))
+        names = [name for _, name, _, _ in string.Formatter().parse(column) if name is not None]
+        if wrong := [name for name in names if not name or set(name) & set(".[]")]:
+            raise ValueError(f"{{{wrong[0]}}} is no column")
     except ValueError as error:
         raise ConfigError(f"--training.dataset_column {column}: {error}") from None
+    return list(dict.fromkeys(names))
 
 
 class TextEncoder:
@@ -60,8 +63,10 @@ class IdEncoder:
 
     def __call__(self, row: dict[str, Any]) -> Encoded:
         ids = _numbers(row, self.columns[0])
+        if any(isinstance(i, bool) for i in ids):
+            raise ValueError(f"{self.columns[0]} does not hold lists of integers")
         if max(ids, default=0) >= 2**31 or min(ids, default=0) < -(2**31):
-            raise ValueError("has an id that is null or too large")
+            raise ValueError(f"{self.columns[0]} has an id that is too large")
         if len(self.columns) == 1:
             return ids, None
         mask = _numbers(row, self.columns[1])
@@ -88,7 +93,7 @@ def _numbers(row: dict[str, Any], column: str) -> list[int]:
     if not isinstance(value, list) or any(isinstance(x, (str, float, dict, list)) for x in value):
         raise ValueError(f"{column} does not hold lists of integers")
     if None in value:
-        raise ValueError("has an id that is null or too large")
+        raise ValueError(f"{column} has an id that is null")
     return value
 
 

@@ -7,6 +7,7 @@ alone, so the documents are the same with any number of processes.
 
 import contextlib
 import gzip
+import io
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any
 from torchtitan_wlb.errors import ConfigError
 
 PART_BYTES = 32 << 20  # at most; of a small source a 64th, so that several processes have work
+_MARK = b"\xef\xbb\xbf"  # with which some programs begin UTF-8
 _ROWS = 64  # of a table that are Python objects at once
 
 
@@ -93,7 +95,7 @@ def _row_groups(path: str, limit: int) -> list[Part]:
 def _is_array(path: str) -> bool:
     """Whether a JSON file is one list of rows, not one row a line."""
     with open(path, "rb") as file:
-        return path.endswith(".json") and file.read(4096).lstrip()[:1] == b"["
+        return path.endswith(".json") and file.read(4096).removeprefix(_MARK).lstrip()[:1] == b"["
 
 
 @contextlib.contextmanager
@@ -137,9 +139,22 @@ def _rows_of_parquet(part: Part, columns: Sequence[str]) -> Iterator[Row]:
         number = sum(file.metadata.row_group(i).num_rows for i in range(part.start))
         groups = range(part.start, part.stop)
         for batch in file.iter_batches(_ROWS, row_groups=list(groups), columns=list(columns)):
-            for row in batch.to_pylist():
+            for row in _rows_of_batch(batch):
                 yield f"{path}, row {number}", row
                 number += 1
+
+
+def _rows_of_batch(batch) -> Iterator[Any]:
+    """{column: value} of every row, or why it cannot be read."""
+    try:
+        yield from batch.to_pylist()
+    except ValueError:  # a text that is not UTF-8
+        for i in range(batch.num_rows):
+            try:
+                (row,) = batch.slice(i, 1).to_pylist()
+            except ValueError as error:
+                row = ValueError(str(error))
+            yield row
 
 
 def _rows_of_arrow(path: str, columns: Sequence[str]) -> Iterator[Row]:
@@ -157,7 +172,7 @@ def _rows_of_arrow(path: str, columns: Sequence[str]) -> Iterator[Row]:
         for batch in batches:
             batch = batch.select(list(columns))
             for start in range(0, batch.num_rows, _ROWS):
-                for row in batch.slice(start, _ROWS).to_pylist():
+                for row in _rows_of_batch(batch.slice(start, _ROWS)):
                     yield f"{path}, row {number}", row
                     number += 1
 
@@ -169,6 +184,9 @@ def _rows_of_json(part: Part) -> Iterator[Row]:
         return
     with _open(path) as file:
         head = file.read(1)
+        if head == _MARK[:1]:
+            file.read(2)
+            head = file.read(1)
         while head.isspace():
             head = file.read(1)
         if head == b"[":
@@ -190,12 +208,41 @@ def _open(path: str):
     if path.endswith(".gz"):
         return gzip.open(path, "rb")
     if path.endswith(".zst"):
-        import io
+        return io.BufferedReader(_Zstandard(path))
+    return open(path, "rb")
 
+
+class _Zstandard(io.RawIOBase):
+    """The content of a .zst file; the library's own reader takes a file that is cut short for a whole one."""
+
+    def __init__(self, path: str):
+        self._file = open(path, "rb")  # noqa: SIM115
+        self._frame: Any = None
+        self._left = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
         import zstandard
 
-        return io.BufferedReader(zstandard.open(path, "rb"))
-    return open(path, "rb")
+        while not self._left:
+            block = self._frame.unused_data if self._frame is not None and self._frame.eof else b""
+            block = block or self._file.read(1 << 20)
+            if not block:
+                if self._frame is not None and not self._frame.eof:
+                    raise EOFError("ends before its end-of-stream marker")
+                return 0
+            if self._frame is None or self._frame.eof:
+                self._frame = zstandard.ZstdDecompressor().decompressobj()
+            self._left = self._frame.decompress(block)
+        n = min(len(buffer), len(self._left))
+        buffer[:n], self._left = self._left[:n], self._left[n:]
+        return n
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def _lines(path: str, start: int, stop: int) -> Iterator[tuple[Callable[[], str], bytes]]:

@@ -61,12 +61,17 @@ _HELD_OUT = re.compile(r"(^|[^a-z])(tests?|valid|validation|val|dev|eval|held[_-
 def looks_held_out(file: str, path: str) -> bool:
     """Whether the name of a file, or of a folder between it and its source, says so, and the path of the source (its
     last name, or its pattern) does not: then it has been asked for."""
-    names = Path(path).parts
-    first = next((i for i, name in enumerate(names) if "*" in name or "?" in name or "[" in name), len(names) - 1)
+    names, first = Path(path).parts, _first_pattern(path)
     if _HELD_OUT.search("/".join(names[first:]).lower()):
         return False
     root = Path(*names) if Path(path).is_dir() else Path(*names[:first])
     return any(_HELD_OUT.search(part) for part in Path(os.path.relpath(file, root).lower()).parts)
+
+
+def _first_pattern(path: str) -> int:
+    """Which name of a path is the first with a wildcard, or the last one."""
+    names = Path(path).parts
+    return next((i for i, name in enumerate(names) if set(name) & set("*?[")), len(names) - 1)
 
 
 def _stdlib_files() -> list[str]:
@@ -91,7 +96,11 @@ def find_files(path: str, suffixes: tuple[str, ...]) -> list[str]:
         raise ConfigError(f"--training.dataset_path {path}: {error.filename}: {error.strerror}") from error
 
     if not Path(path).is_dir():
-        return sorted(p for p in glob.glob(path, recursive=True) if Path(p).is_file())
+        found = [p for p in glob.glob(path, recursive=True) if Path(p).is_file()]
+        root = Path(*Path(path).parts[: _first_pattern(path)])
+        inside = [Path(os.path.relpath(p, root)).parts for p in found]
+        asked = _is_marker(Path(path).name)
+        return sorted(p for p, names in zip(found, inside) if asked or not any(map(_is_marker, names)))
     found = []
     for folder, folders, files in os.walk(path, onerror=unreadable):
         folders[:] = [name for name in folders if not _is_marker(name)]

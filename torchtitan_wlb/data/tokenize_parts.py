@@ -126,9 +126,12 @@ def _batch(columns: list[list], schema):
 def usable_processors() -> int:
     """Processors that this job may use: affinity, control groups, Slurm."""
     counts = [len(os.sched_getaffinity(0))]
-    with contextlib.suppress(OSError, ValueError):  # version 2
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        counts.append(int(quota) // int(period))
+    with contextlib.suppress(OSError, IndexError):  # version 2: this group and those that it is in
+        mine = Path("/sys/fs/cgroup") / Path("/proc/self/cgroup").read_text().split("::/")[1].strip()
+        for group in (mine, *mine.parents):
+            with contextlib.suppress(OSError, ValueError):
+                quota, period = (group / "cpu.max").read_text().split()
+                counts.append(int(quota) // int(period))
     with contextlib.suppress(OSError, ValueError):  # version 1
         quota, period = (Path(f"/sys/fs/cgroup/cpu/cpu.cfs_{x}_us").read_text() for x in ("quota", "period"))
         counts += [int(quota) // int(period)] if int(quota) > 0 else []
