@@ -64,10 +64,11 @@ def learn_tokenizer(path: Path) -> None:
 
 def write_corpus(path: Path, text: str, size: int, n: int) -> None:
     """n documents of about `size` characters of a text, over and over."""
+    twice = text + text
     with path.open("w") as out:
         for i in range(n):
             start = i * size % len(text)
-            out.write(json.dumps({"text": (text + text)[start : start + size], "meta": i}) + "\n")
+            out.write(json.dumps({"text": twice[start : start + size], "meta": i}) + "\n")
 
 
 def run(code: str, *args) -> tuple[float, int]:
