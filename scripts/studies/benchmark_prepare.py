@@ -21,14 +21,16 @@ from statistics import median
 from scripts.origin import write_results
 
 OURS = """
-import resource, sys
+import sys
+from pathlib import Path
 from torchtitan_wlb.data.prepare import prepare
 from torchtitan_wlb.data.source_spec import SourceSpec
 from torchtitan_wlb.data.tokenizer import Tokenizer
 path, tokenizer, cache, processes = sys.argv[1:]
 spec = SourceSpec("json", path, "text", "", 4096, "split")
 prepare(spec, Tokenizer(tokenizer, eos="<|endoftext|>"), cache, int(processes))
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+# Not ru_maxrss, which begins with that of the process that started this one.
+print(next(line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")))
 """
 THEIRS = """
 import sys
