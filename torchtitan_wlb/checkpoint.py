@@ -231,7 +231,8 @@ class CheckpointManager:
             if "optimizer" in state:
                 own = get_optimizer_state_dict(part, optimizer, options=_OPTIONS)
                 # A copy of a tied matrix on the rank of the other one: the optimizers must not update one state twice.
-                loaded = own | {k: state["optimizer"][saved(k)].clone() for k in _only_tensors(own)}
+                tensors = {k: (state["optimizer"][saved(k)], saved(k) != k) for k in _only_tensors(own)}
+                loaded = own | {k: x.clone() if is_copy else x for k, (x, is_copy) in tensors.items()}
                 set_optimizer_state_dict(part, optimizer, loaded, options=_OPTIONS)
         logger.info(f"Loaded {checkpoint}")
 

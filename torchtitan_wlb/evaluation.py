@@ -131,9 +131,8 @@ def evaluate(
 def over_all(sets: dict[str, dict]) -> tuple[float | None, int]:
     """(mean loss, targets) over all sets."""
     targets = sum(s["targets"] for s in sets.values())
-    return (
-        sum(s["loss"] * s["targets"] for s in sets.values() if s["targets"]) / targets if targets else None
-    ), targets
+    losses = sum(s["loss"] * s["targets"] for s in sets.values() if s["targets"])
+    return losses / targets if targets else None, targets
 
 
 def in_words(result: dict) -> str:

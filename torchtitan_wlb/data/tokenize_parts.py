@@ -93,8 +93,7 @@ class PartWriter:
             logger.warning(f"Skipped: {message}")
             return
         if isinstance(error, MissingColumn):
-            flag = f"--training.dataset_column {error.column}: not in {self.spec.name}"
-            raise ConfigError(f"{flag} {where}, which has {', '.join(error.has)}")
+            check_columns(f"{self.spec.name} {where}", error.has, [error.column])
         raise ConfigError(f"--training.dataset {self.spec.name}: {message}; --training.bad_rows skip passes over such")
 
     def _rows(self, part: Part) -> Iterator[Row]:
